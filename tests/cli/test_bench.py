@@ -75,7 +75,7 @@ def test_train_times_a_task_of_ones_own(tmp_path: Path, lockstep: Command) -> No
     assert lines[0].startswith("mine: global batch 8 = 4 micro-batches x 2; 2 ranks x 2; ")
     command = "lockstep train mine.py --workers 2 --device cpu --set lr=0.5"
     assert lines[-2] == ""
-    assert lines[-1].startswith(f"{command} --update sharded --weights separate")
+    assert lines[-1].startswith(f"{command} --update sharded --weights separate --threads ")
     report = json.loads((tmp_path / "figures.json").read_text())
     assert {row["variant"] for row in report["rows"]} == {"ddp:5", "sharded"}
     assert (report["workers"], report["device"]) == (2, "cpu")

@@ -239,7 +239,9 @@ def train(
     result = training_step.measure(source, settings, variants=names, steps=steps)
     print(training_step.text(result))
     if result.fastest is not None:
-        print(f"\n{_train_command(task, settings, result.options(result.fastest))}")
+        row = result.fastest
+        options = {**training_step.OPTIONS[row.variant], "threads": str(row.threads)}
+        print(f"\n{_train_command(task, settings, options)}")
     write_json(json_file, result.as_json())
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.config.settings import Settings
 from lockstep.tools.bench.training_step import (
-    OPTIONS,
     VARIANTS,
     Key,
     Loop,
@@ -147,18 +146,15 @@ COMPARISON = StepComparison(
     recipe="",
     workers=2,
     device="cpu",
-    default_threads=2,
     gradient_mib=1.0,
     rows=ROWS,
     left_out={"weights": "no memory"},
 )
 
 
-def test_the_fastest_and_its_options() -> None:
+def test_the_fastest() -> None:
     assert COMPARISON.fastest is ROWS[0]
     assert COMPARISON.ddp is ROWS[1]
-    assert COMPARISON.options(ROWS[0]) == {**OPTIONS["sharded"], "threads": "1"}
-    assert replace(COMPARISON, default_threads=1).options(ROWS[2]) == {}
     assert (ROWS[0].ratio(ROWS[1]), ROWS[2].ratio(ROWS[1])) == (2.0, 0.5)
     # one that stayed for more rounds is faster, whatever happened later
     assert sorted(reversed(ROWS), key=lambda row: row.order) == ROWS

@@ -78,7 +78,6 @@ class StepComparison:
     """How the global batch is divided, in words."""
     workers: int
     device: str
-    default_threads: int
     gradient_mib: float
     rows: list[StepRow]
     """The fastest one first."""
@@ -94,13 +93,6 @@ class StepComparison:
     def fastest(self) -> StepRow | None:
         """The fastest row of those that `lockstep train` can run."""
         return next((row for row in self.rows if row.variant in OPTIONS), None)
-
-    def options(self, row: StepRow) -> dict[str, str]:
-        """Return the options of `lockstep train` that train as a row does."""
-        options = dict(OPTIONS[row.variant])
-        if row.threads != self.default_threads:
-            options["threads"] = str(row.threads)
-        return options
 
     def as_json(self) -> dict[str, Any]:
         names = {"ddp": str(self.ddp), "fastest": str(self.fastest)}
@@ -173,7 +165,7 @@ def _on_rank(
     task = source()
     device = "cpu" if settings.device == "cpu" else None
     with lockstep.init(device=device) as world, ExitStack() as stack:
-        default_threads = torch.get_num_threads()
+        counts = sorted({1, torch.get_num_threads()})
         base = stack.enter_context(trial(task, settings, world))
         windows = list(_like_the_first(base))
         variants: dict[str, Step] = {}
@@ -190,7 +182,7 @@ def _on_rank(
                 except UsageError as error:  # on all ranks alike
                     left_out[name] = str(error)
         turns = {}
-        for threads in sorted({1, default_threads}):
+        for threads in counts:
             for name, step in variants.items():
                 turns[Key(name, threads)] = _over(windows, step)
         rows = []
@@ -202,7 +194,6 @@ def _on_rank(
             recipe=base.loader.describe(),
             workers=world.size,
             device=world.device.type,
-            default_threads=default_threads,
             gradient_mib=sum(parameter.nbytes for parameter in parameters) / 2**20,
             rows=sorted(rows, key=lambda row: row.order),
             left_out=left_out,
