@@ -83,7 +83,9 @@ def test_a_line_of_any_length_takes_bounded_memory(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "event", "event": "' + b"x" * 2**22 + b'"}\n')
         file.write(b'{"kind": "event", "event": "short"}\n')
-    assert [event.event for event in read(tmp_path).events] == ["start", "short"]
+    run = read(tmp_path)
+    assert [event.event for event in run.events] == ["start", "short"]
+    assert not run.complete
 
 
 def test_checkpoints_of_all_models(tmp_path: Path) -> None:

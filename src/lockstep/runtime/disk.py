@@ -63,21 +63,16 @@ def allocate(descriptor: int, size: int, file: Path) -> None:
 
 
 def last_lines(file: Path, most: int) -> Iterator[bytes]:
-    """Yield the complete and incomplete lines in the last `most` bytes of a file, without lines of
-    more than 1 MiB. Yield nothing if there is no regular file that can be read.
+    """Yield the lines in the last `most` bytes of a file, of which the first may be incomplete. A line
+    of more than 1 MiB comes in pieces. Yield nothing if there is no regular file that can be read.
     """
     with suppress(OSError):
         if not file.is_file():  # reading a pipe could block for ever
             return
         with file.open("rb") as stream:
-            skipped = max(0, file.stat().st_size - most)
-            stream.seek(skipped)
-            within = skipped > 0  # whether the next piece is the rest of a line that is left out
-            while piece := stream.readline(_LONGEST_LINE):
-                ends = piece.endswith(b"\n")
-                if not within and (ends or len(piece) < _LONGEST_LINE):
-                    yield piece
-                within = not ends
+            stream.seek(max(0, file.stat().st_size - most))
+            while line := stream.readline(_LONGEST_LINE):
+                yield line
 
 
 @singledispatch
