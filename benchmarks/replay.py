@@ -28,7 +28,7 @@ from typing import Any
 import lockstep
 from lockstep.tools.replay.bisect_run import first_irreproducible
 from lockstep.tools.replay.computed import Detail
-from lockstep.tools.replay.replay import compare, compute, plan_of, steps_of
+from lockstep.tools.replay.steps import compare, compute, plan_of, steps_of
 
 KILLED = """
 import os, pathlib
@@ -168,8 +168,8 @@ def main() -> None:
             print(f"a bit flipped after step {after}: step {named} cannot be reproduced")
 
         half = ("--steps", str(given.steps // 2))
-        options = ("--exact", "--workers", "2", "--checkpoint-every", "20", "--allow-changes")
-        edited = train(folder, "planted.py", *options, *half)
+        changing = ("--exact", "--workers", "2", "--checkpoint-every", "20", "--allow-changes")
+        edited = train(folder, "planted.py", *changing, *half)
         text = (folder / "planted.py").read_text()
         (folder / "planted.py").write_text(text.replace("1e4", "1e3"))
         warnings = plan_of(lockstep.runs.read(edited), 5, 5, device="cpu").warnings

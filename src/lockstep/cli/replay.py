@@ -6,15 +6,16 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lockstep.cli.arguments import JsonFile, at_least_one, existing_run
+from lockstep.cli.arguments import existing_run
 from lockstep.cli.completion import runs
-from lockstep.config.knob import whole
+from lockstep.config import knob
+from lockstep.config.knob import Knob
 from lockstep.config.settings import Device
 from lockstep.data.windows import counted
 from lockstep.errors import ExitCode, UsageError
@@ -22,12 +23,76 @@ from lockstep.runtime.streams import plain
 from lockstep.tools.timing.output_files import check_writable, table, write_json, writing
 
 if TYPE_CHECKING:
+    from lockstep.runs import Run
     from lockstep.tools.replay.bisect_run import Irreproducible
     from lockstep.tools.replay.computed import ComputedStep
-    from lockstep.tools.replay.replay import Comparison, Plan
+    from lockstep.tools.replay.steps import Comparison, ReplayPlan
 
-Point = Literal["forward", "backward", "step"]
 FLOAT32 = 2.0**-24  # the relative size of a rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayChoice:
+    """The options of a replay. Raises UsageError for values that cannot be combined."""
+
+    step: Annotated[
+        str | None, Knob("run", unit="N|N:M|last|worst", default="last", common=True)
+    ] = None
+    """Steps to look at. worst is the largest jump of the loss against its running median."""
+    workers: Annotated[
+        int | None,
+        Knob("run", unit="K", least=1, default="1", flags=("--workers", "-n"), common=True),
+    ] = None
+    """Number of ranks that compute. Local steps need the recorded number."""
+    device: Annotated[Device, Knob("run", common=True)] = "auto"
+    """Device of the ranks that compute."""
+    samples: Annotated[int, Knob("run", unit="K", least=0, common=True)] = 0
+    """Also name the K samples with the highest losses, and their shares of the gradient."""
+    slot: Annotated[int, Knob("run", unit="S", least=0, common=True)] = 0
+    """Micro-batch for --break and --to."""
+    stop: Annotated[
+        Literal["forward", "backward", "step"] | None,
+        Knob("run", flags=("--break",), common=True),
+    ] = None
+    """Open the debugger before the forward or the backward of --slot, or before the update."""
+    to: Annotated[Path | None, Knob("run", unit="FOLDER", common=True)] = None
+    """Write the micro-batch of --slot, the weights before the step, and the gradients."""
+    bisect: Annotated[bool, Knob("run", common=True)] = False
+    """Find the first step that cannot be reproduced, in the whole run or in --step."""
+    json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",), common=True)] = (
+        None
+    )
+    """Also write the result to FILE as JSON."""
+
+    def __post_init__(self) -> None:
+        knob.check(self)
+        if self.stop is not None and self.workers not in (None, 1):
+            raise UsageError(
+                "options-exclude-each-other",
+                one="--break",
+                other=f"--workers {self.workers}",
+                reason="the debugger needs the terminal, which one process has",
+            )
+        looks = {
+            "--samples": self.samples > 0,
+            "--break": self.stop is not None,
+            "--to": self.to is not None,
+        }
+        for option, given in looks.items():
+            if self.bisect and given:
+                raise UsageError(
+                    "options-exclude-each-other",
+                    one="--bisect",
+                    other=option,
+                    reason="it looks at no step; look at the one that it names",
+                )
+        folder = self.to
+        if (
+            folder is not None
+            and folder.exists()
+            and (not folder.is_dir() or any(folder.iterdir()))
+        ):
+            raise UsageError("folder-not-empty", option="--to", folder=str(folder))
 
 
 def replay(
@@ -39,65 +104,7 @@ def replay(
             help="Run directory of `lockstep train`. latest is the newest under runs/.",
         ),
     ],
-    step: Annotated[
-        str | None,
-        typer.Option(
-            "--step",
-            metavar="N|N:M|last|worst",
-            help=(
-                "Steps to look at. worst is the largest jump of the loss against its running median."
-                " Default: last."
-            ),
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            "-n",
-            metavar="K",
-            help="Number of ranks that compute. Default: 1. Local steps need the recorded number.",
-        ),
-    ] = None,
-    samples: Annotated[
-        int,
-        typer.Option(
-            "--samples",
-            metavar="K",
-            help="Also name the K samples with the highest losses, and their shares in the gradient.",
-        ),
-    ] = 0,
-    slot: Annotated[
-        int,
-        typer.Option("--slot", metavar="S", help="Micro-batch for --break and --to. Default: 0."),
-    ] = 0,
-    stop: Annotated[
-        Point | None,
-        typer.Option(
-            "--break",
-            metavar="forward|backward|step",
-            help="Open the debugger before the forward or backward of --slot, or before the update.",
-        ),
-    ] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option(
-            "--to",
-            metavar="FOLDER",
-            help="Write the micro-batch of --slot, the weights before the step, and the gradients.",
-        ),
-    ] = None,
-    bisect: Annotated[
-        bool,
-        typer.Option(
-            "--bisect",
-            help="Find the first step that cannot be reproduced, in the whole run or in --step.",
-        ),
-    ] = False,
-    device: Annotated[
-        Device, typer.Option("--device", help="Device of the ranks that compute.")
-    ] = "auto",
-    json: JsonFile = None,
+    options: ReplayChoice,
 ) -> None:
     """Compute steps of RUN again on one process, and show each micro-batch.
 
@@ -111,98 +118,82 @@ def replay(
       lockstep replay runs/a --step worst --samples 3   the samples behind a spike
       lockstep replay runs/a --bisect                   the first step that differs
     """
-    at_least_one(workers=workers)
-    _check(samples, slot, stop, to, workers, bisect)
     run = existing_run(run)
-    check_writable(json, "--json")
-    if to is not None:
-        with writing(to, "--to"):
-            to.mkdir(parents=True, exist_ok=True)
-    from lockstep import runs as recorded_runs
-    from lockstep.tools.replay import bisect_run, replay
-    from lockstep.tools.replay.computed import Detail
+    check_writable(options.json_file, "--json")
+    if options.to is not None:
+        with writing(options.to, "--to"):
+            options.to.mkdir(parents=True, exist_ok=True)
+    from lockstep.runs import read
 
-    recorded = recorded_runs.read(run)
-    if bisect:
-        first, last = replay.steps_of(step or f"1:{recorded.steps[-1].step}", recorded)
-        found = bisect_run.first_irreproducible(
-            recorded, first, last, workers=workers, device=device, say=_progress
-        )
-        _print_bisected(run, first, last, found)
-        write_json(json, _bisected_json(run, found))
-        if found is not None:
-            raise typer.Exit(ExitCode.FAILED)
-        return
-    first, last = replay.steps_of(step or "last", recorded)
-    plan = replay.plan_of(recorded, first, last, workers=workers, device=device)
-    _progress(_announcement(run, plan, first))
+    reproduced = (_bisect if options.bisect else _look)(run, read(run), options)
+    if not reproduced:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _bisect(path: Path, run: Run, options: ReplayChoice) -> bool:
+    """Print the first step that cannot be reproduced. Return whether all can."""
+    from lockstep.tools.replay.bisect_run import first_irreproducible
+    from lockstep.tools.replay.steps import steps_of
+
+    first, last = steps_of(options.step or "all", run)
+    result = first_irreproducible(
+        run, first, last, workers=options.workers, device=options.device, say=_progress
+    )
+    _print_bisected(path, first, last, result)
+    write_json(options.json_file, _bisected_json(path, result))
+    return result is None
+
+
+def _look(path: Path, run: Run, options: ReplayChoice) -> bool:
+    """Print the steps that were asked for. Return whether they can be reproduced."""
+    from lockstep.tools.replay.computed import Detail
+    from lockstep.tools.replay.steps import compare, compute, plan_of, ranks_by_slot, steps_of
+
+    first, last = steps_of(options.step or "last", run)
+    plan = plan_of(run, first, last, workers=options.workers, device=options.device)
+    _progress(_announcement(path, plan))
     for warning in plan.warnings:
         _progress(f"warning: {warning}")
-    detail = Detail(first=first, last=last, samples=samples, stop=stop, slot=slot, folder=to)
-    computed = replay.compute(plan, detail).steps
+    detail = Detail(
+        first=first,
+        last=last,
+        samples=options.samples,
+        stop=options.stop,
+        slot=options.slot,
+        folder=options.to,
+    )
     shown = []
-    for one in computed:
+    ranks = {}
+    for one in compute(plan, detail).steps:
         if one.step >= first:
-            shown.append((one, replay.compare(plan, one)))
-    slots_of = {one.step: replay.ranks_by_slot(recorded, one) for one, _ in shown}
+            shown.append((one, compare(plan, one)))
+            ranks[one.step] = ranks_by_slot(run, one)
     if len(shown) == 1:
         one, loss = shown[0]
-        print(plain("\n".join(_step_lines(plan, one, loss, slots_of[one.step]))))
+        print(plain("\n".join(_step_lines(plan, one, loss, ranks[one.step]))))
     else:
-        print(_table(plan, shown))
-    if to is not None:
-        print(f"written: {to} (python {to / 'load.py'} loads it)")
+        print(_table(shown))
+    if options.to is not None:
+        print(f"written: {options.to} (python {options.to / 'load.py'} loads it)")
     write_json(
-        json,
+        options.json_file,
         {
-            "run": str(run),
+            "run": str(path),
             "from_step": plan.begin,
             "workers": plan.settings.workers,
             "exact": plan.settings.exact,
             "warnings": list(plan.warnings),
-            "steps": [_step_json(one, loss, slots_of[one.step]) for one, loss in shown],
+            "steps": [_step_json(one, loss, ranks[one.step]) for one, loss in shown],
         },
     )
-    if any(loss is not None and not loss.reproduced for _, loss in shown):
-        raise typer.Exit(ExitCode.FAILED)
-
-
-def _check(
-    samples: int,
-    slot: int,
-    stop: Point | None,
-    to: Path | None,
-    workers: int | None,
-    bisect: bool,
-) -> None:
-    """Raise UsageError for options that cannot be combined."""
-    whole("samples", samples, 0)
-    whole("slot", slot, 0)
-    if stop is not None and workers not in (None, 1):
-        raise UsageError(
-            "options-exclude-each-other",
-            one="--break",
-            other=f"--workers {workers}",
-            reason="the debugger needs the terminal, which one process has",
-        )
-    looks = {"--samples": samples > 0, "--break": stop is not None, "--to": to is not None}
-    for option, given in looks.items():
-        if bisect and given:
-            raise UsageError(
-                "options-exclude-each-other",
-                one="--bisect",
-                other=option,
-                reason="it looks at no step; look at the one that it names",
-            )
-    if to is not None and to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UsageError("folder-not-empty", option="--to", folder=str(to))
+    return all(loss is None or loss.reproduced for _, loss in shown)
 
 
 def _progress(line: str) -> None:
     print(plain(line), file=sys.stderr, flush=True)
 
 
-def _announcement(run: Path, plan: Plan, first: int) -> str:
+def _announcement(run: Path, plan: ReplayPlan) -> str:
     """Say how many steps are computed, from where, and how long that takes."""
     origin = "the beginning" if plan.start is None else f"the checkpoint of step {plan.begin}"
     line = (
@@ -235,7 +226,7 @@ def _verdict(loss: Comparison | None, *, exact: bool) -> str:
 
 
 def _step_lines(
-    plan: Plan, one: ComputedStep, loss: Comparison | None, ranks: Mapping[int, int]
+    plan: ReplayPlan, one: ComputedStep, loss: Comparison | None, ranks: Mapping[int, int]
 ) -> list[str]:
     lines = [
         f"step {one.step}, epoch {one.epoch}: loss {one.loss!r}"
@@ -286,7 +277,7 @@ def _step_lines(
     return lines + [f"note: {note}" for note in one.notes]
 
 
-def _table(plan: Plan, steps: Sequence[tuple[ComputedStep, Comparison | None]]) -> str:
+def _table(steps: Sequence[tuple[ComputedStep, Comparison | None]]) -> str:
     """Return a line for each of several steps."""
     rows: list[list[object]] = []
     for one, loss in steps:

@@ -17,8 +17,8 @@ from lockstep import runs
 from lockstep.config.settings import Settings
 from lockstep.tools.replay.bisect_run import first_irreproducible
 from lockstep.tools.replay.computed import ComputedStep, Detail
-from lockstep.tools.replay.replay import compare, compute, plan_of, ranks_by_slot, steps_of
 from lockstep.tools.replay.samples import row_of
+from lockstep.tools.replay.steps import compare, compute, plan_of, ranks_by_slot, steps_of
 from tests.cli.command import command
 from tests.refused import refused
 from tests.tools.replay import spiky

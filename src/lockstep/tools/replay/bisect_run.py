@@ -10,7 +10,7 @@ from typing import Literal
 
 from lockstep.runs import CheckpointRecord, Run
 from lockstep.tools.replay.computed import Detail
-from lockstep.tools.replay.replay import Comparison, Plan, compare, compute, plan_of
+from lockstep.tools.replay.steps import Comparison, ReplayPlan, compare, compute, plan_of
 
 _CHANGES = ("resumed", "changed", "moved")  # events after which a run may go on differently
 
@@ -20,7 +20,7 @@ class Irreproducible:
     """The first step whose recorded numbers cannot be computed again."""
 
     step: int
-    plan: Plan
+    plan: ReplayPlan
     loss: Comparison | None
     """None: all losses agree, and the weights of the checkpoint after `step` do not."""
     parameter: str | None = None

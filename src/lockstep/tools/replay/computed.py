@@ -25,7 +25,7 @@ _UPDATES = 5  # parameters whose updates are reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
+class ReplayedMicroBatch:
     """A micro-batch of a step that was computed again."""
 
     slot: int
@@ -61,7 +61,7 @@ class ComputedStep:
     lr: float
     skipped: str | None
     """Why no update was made; None if one was made."""
-    micro_batches: Sequence[MicroBatch] = ()
+    micro_batches: Sequence[ReplayedMicroBatch] = ()
     """Those of this rank."""
     gradient_norm: float = math.nan
     """The norm of the step's gradient before the clip."""
@@ -181,30 +181,8 @@ class Replay:
         lr = self._learning_rate
         files = None if detail.folder is None else StepFiles(detail.folder, before)
         losses = SampleLosses(training, window) if detail.samples else None
-        micro_batches = []
         run = training.stepper.open(window)
-        for index, batch in enumerate(run.walk(window)):
-            slot = window.slots[index]
-            stop = detail.stop if slot == detail.slot else None
-            writes = files if slot == detail.slot else None
-            loss, weight, output = self._forward(batch, stop)
-            self._probe.begin(loss, keeps=writes is not None)
-            training.stepper.backward(loss, weight)
-            weight = float(weight)
-            norm, gradients = self._probe.end(weight)
-            total = float(loss.detach())
-            micro_batch = MicroBatch(
-                slot=slot,
-                samples=window.counts[index],
-                weight=weight,
-                loss=total / weight if weight else math.nan,
-                gradient_norm=norm,
-            )
-            micro_batches.append(micro_batch)
-            if losses is not None:
-                losses.add(index, batch, output, total)
-            if writes is not None:
-                writes.add_micro_batch(micro_batch, batch, gradients)
+        micro_batches = self._micro_batches(run, window, detail, losses, files)
         if detail.stop == "step":
             _, divisor = run.complete()
             print(
@@ -237,6 +215,41 @@ class Replay:
             samples=samples,
             notes=() if losses is None else losses.notes,
         )
+
+    def _micro_batches(
+        self,
+        run: Any,
+        window: Window,
+        detail: Detail,
+        losses: SampleLosses | None,
+        files: StepFiles | None,
+    ) -> list[ReplayedMicroBatch]:
+        """Compute this rank's micro-batches of an open window."""
+        training = self._training
+        assert self._probe is not None
+        micro_batches = []
+        for index, batch in enumerate(run.walk(window)):
+            slot = window.slots[index]
+            selected = slot == detail.slot
+            loss, weight, output = self._forward(batch, detail.stop if selected else None)
+            self._probe.begin(loss, keeps=selected and files is not None)
+            training.stepper.backward(loss, weight)
+            weight = float(weight)
+            norm, gradients = self._probe.end(weight)
+            total = float(loss.detach())
+            micro_batch = ReplayedMicroBatch(
+                slot=slot,
+                samples=window.counts[index],
+                weight=weight,
+                loss=total / weight if weight else math.nan,
+                gradient_norm=norm,
+            )
+            micro_batches.append(micro_batch)
+            if losses is not None:
+                losses.add(index, batch, output, total)
+            if selected and files is not None:
+                files.add_micro_batch(micro_batch, batch, gradients)
+        return micro_batches
 
     def _forward(self, batch: Any, stop: Point | None) -> tuple[Tensor, float | Tensor, Any]:
         """Return the sum of losses, the weight, and the model's output for a micro-batch."""

@@ -19,7 +19,7 @@ from lockstep.runs import AssembledTraining
 from lockstep.tools.timing.output_files import write_json
 
 if TYPE_CHECKING:
-    from lockstep.tools.replay.computed import MicroBatch
+    from lockstep.tools.replay.computed import ReplayedMicroBatch
 
 _SCRIPT = '''"""Step {step}, slot {slot}: compute the gradient of the mean loss again, and compare it."""
 import json, pathlib, torch, lockstep
@@ -62,7 +62,7 @@ class StepFiles:
         self._gradients: Mapping[str, Tensor] = {}
 
     def add_micro_batch(
-        self, micro_batch: MicroBatch, batch: Any, gradients: Mapping[str, Tensor]
+        self, micro_batch: ReplayedMicroBatch, batch: Any, gradients: Mapping[str, Tensor]
     ) -> None:
         """Take a micro-batch, and the gradient of its mean loss. Raises UsageError for a batch with
         objects that no file can hold.

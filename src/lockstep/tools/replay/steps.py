@@ -19,7 +19,7 @@ import lockstep
 from lockstep.checkpoints import files
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.runs import Run, Settings, load_task, rebuilt, worst
-from lockstep.tools.replay.computed import ComputedStep, Detail, MicroBatch, Replay
+from lockstep.tools.replay.computed import ComputedStep, Detail, Replay, ReplayedMicroBatch
 from lockstep.tools.verify.trace import tolerance_at
 from lockstep.tools.verify.tracing import tensors_of
 from lockstep.training.resume import differences, machine
@@ -27,7 +27,7 @@ from lockstep.training.task_digest import changes, task_digests
 
 
 def steps_of(text: str, run: Run) -> tuple[int, int]:
-    """Return the first and the last step that `text` names: N, N:M, last, or worst.
+    """Return the first and the last step that `text` names: N, N:M, last, worst, or all.
 
     Raises UsageError for another text, and for steps that the run has not recorded.
     """
@@ -35,13 +35,15 @@ def steps_of(text: str, run: Run) -> tuple[int, int]:
         raise UsageError("no-step-recorded", run=str(run.path))
     if text == "last":
         first = last = run.steps[-1].step
+    elif text == "all":
+        first, last = 1, run.steps[-1].step
     elif text == "worst":
         first = last = _worst(run)
     else:
         begin, colon, end = text.partition(":")
         if not begin.isdecimal() or not (end.isdecimal() if colon else True):
             raise UsageError(
-                "wrong-value", name="step", value=text, expected="N, N:M, last or worst"
+                "wrong-value", name="step", value=text, expected="N, N:M, last, worst or all"
             )
         first = int(begin)
         last = int(end) if colon else first
@@ -59,7 +61,7 @@ def _worst(run: Run) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartingCheckpoint:
     """The checkpoint from which steps are computed again."""
 
     directory: Path
@@ -68,13 +70,13 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ReplayPlan:
     """What a replay computes, and with which settings."""
 
     run: Run
     settings: Settings
     """Those of the run, for the ranks of the replay."""
-    start: Start | None
+    start: StartingCheckpoint | None
     """None: from the seed."""
     last: int
     warnings: Sequence[str]
@@ -112,8 +114,8 @@ def plan_of(
     *,
     workers: int | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-) -> Plan:
-    """Plan to compute the steps from `first` to `last` again.
+) -> ReplayPlan:
+    """ReplayPlan to compute the steps from `first` to `last` again.
 
     Args:
         run: the recorded run.
@@ -148,7 +150,7 @@ def plan_of(
         grow_if_wanted=False,
     )
     warnings += _changes(run, settings, start)
-    return Plan(run=run, settings=settings, start=start, last=last, warnings=warnings)
+    return ReplayPlan(run=run, settings=settings, start=start, last=last, warnings=warnings)
 
 
 def _check_kind(run: Run) -> None:
@@ -161,14 +163,14 @@ def _check_kind(run: Run) -> None:
         raise UsageError("replay-of-a-mesh", run=str(run.path), mesh=str(settings.mesh))
 
 
-def _start_before(run: Run, first: int, warnings: list[str]) -> Start | None:
+def _start_before(run: Run, first: int, warnings: list[str]) -> StartingCheckpoint | None:
     """Return the newest checkpoint before step `first` whose files are whole."""
     for checkpoint in reversed(run.checkpoints):
         if checkpoint.model != 1 or checkpoint.step >= first:
             continue
         try:
             state = files.read(checkpoint.path).state
-            return Start(checkpoint.path.parent, checkpoint.step, state)
+            return StartingCheckpoint(checkpoint.path.parent, checkpoint.step, state)
         except DamagedCheckpoint as error:
             warnings.append(f"{error}: an older checkpoint is used")
     return None
@@ -193,7 +195,7 @@ def _workers(run: Run, begin: int, last: int, asked: int | None) -> int:
     return size
 
 
-def _threads(run: Run, start: Start | None) -> int | None:
+def _threads(run: Run, start: StartingCheckpoint | None) -> int | None:
     """Return the recorded number of intra-op threads of a rank."""
     recorded: Any = start.state.get("machine", {}) if start else {}
     for event in run.events:
@@ -203,7 +205,7 @@ def _threads(run: Run, start: Start | None) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _changes(run: Run, settings: Settings, start: Start | None) -> Iterator[str]:
+def _changes(run: Run, settings: Settings, start: StartingCheckpoint | None) -> Iterator[str]:
     """Yield what has changed since the run: its task, and what the bits depend on besides it."""
     state: Mapping[str, Any] = start.state if start else {}
     checkpoints = iter(run.checkpoints)
@@ -233,7 +235,7 @@ def _changes(run: Run, settings: Settings, start: Start | None) -> Iterator[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ReplayResult:
     """The result of a replay."""
 
     steps: Sequence[ComputedStep]
@@ -241,7 +243,7 @@ class Computed:
     """The first tensor of the model that differs from the checkpoint it was compared with."""
 
 
-def compute(plan: Plan, detail: Detail, compared: Path | None = None) -> Computed:
+def compute(plan: ReplayPlan, detail: Detail, compared: Path | None = None) -> ReplayResult:
     """Compute the steps of a plan again.
 
     Args:
@@ -250,7 +252,7 @@ def compute(plan: Plan, detail: Detail, compared: Path | None = None) -> Compute
         compared: a checkpoint after the last step. The weights at the end are compared with it, bit
             for bit.
     """
-    job = Job(
+    job = ReplayJob(
         settings=plan.settings,
         directory=plan.start.directory if plan.start else None,
         begin=plan.begin,
@@ -261,11 +263,11 @@ def compute(plan: Plan, detail: Detail, compared: Path | None = None) -> Compute
         return job()  # in this process, which has the terminal for a debugger
     ranks = lockstep.launch(job, plan.settings.workers)
     steps = merged([rank.steps for rank in ranks], detail.samples)
-    return Computed(steps, ranks[0].differing)
+    return ReplayResult(steps, ranks[0].differing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ReplayJob:
     """What each rank computes."""
 
     settings: Settings
@@ -276,7 +278,7 @@ class Job:
     detail: Detail
     compared: Path | None
 
-    def __call__(self) -> Computed:
+    def __call__(self) -> ReplayResult:
         with rebuilt(self.settings) as training:
             if self.directory is not None:
                 training.load(self.directory, self.begin)
@@ -284,7 +286,7 @@ class Job:
             differing = None
             if self.compared is not None and training.world.rank == 0:
                 differing = _first_difference(training.model, files.read(self.compared).tensors)
-            return Computed(steps, differing)
+            return ReplayResult(steps, differing)
 
 
 def _first_difference(model: nn.Module, saved: Mapping[str, Tensor]) -> str | None:
@@ -299,7 +301,7 @@ def merged(ranks: Sequence[Sequence[ComputedStep]], most: int) -> list[ComputedS
     """Return each step with the micro-batches of all ranks, and `most` of their samples."""
     steps = []
     for parts in zip(*ranks, strict=True):
-        micro_batches: list[MicroBatch] = []
+        micro_batches: list[ReplayedMicroBatch] = []
         samples = []
         notes: dict[str, None] = {}
         for part in parts:
@@ -345,7 +347,7 @@ class Comparison:
         return self.same or self.relative <= self.tolerance
 
 
-def compare(plan: Plan, step: ComputedStep) -> Comparison | None:
+def compare(plan: ReplayPlan, step: ComputedStep) -> Comparison | None:
     """Compare a step's loss with the recorded one; None if that step was not recorded."""
     record = plan.run.step(step.step)
     if record is None:
