@@ -41,13 +41,6 @@ from lockstep.world.world import World, init
 
 BASELINES = ("local", "ddp:5", "ddp:25", "ddp:100")
 VARIANTS = (*BASELINES, "stepper:native", "stepper:shared", "stepper:sharded", "stepper:weights")
-OPTIONS_OF_VARIANT: Mapping[str, Mapping[str, str]] = {
-    "stepper:native": {"reduce": "native"},
-    "stepper:shared": {"reduce": "shared_memory"},
-    "stepper:sharded": {"update": "sharded", "weights": "separate"},
-    "stepper:weights": {"update": "sharded", "weights": "shared"},
-}
-"""The options of `lockstep train` that train as a variant does, by the variant's name."""
 _WARM_UP = 3
 _STEPS_FOR_MEMORY = 5
 # in bf16, a loss scaled by another factor is rounded differently in every layer
@@ -107,15 +100,6 @@ class StepComparison:
         return min(ddp, key=lambda row: row.median, default=None)
 
     @property
-    def fastest(self) -> StepRow | None:
-        """The variant with the lowest median of those that `lockstep train` can run. A variant that
-        made another update does not count.
-        """
-        right = [row for row in self.rows if row not in self.wrong]
-        candidates = [row for row in right if row.variant in OPTIONS_OF_VARIANT]
-        return min(candidates, key=lambda row: row.median, default=None)
-
-    @property
     def tolerance(self) -> float:
         """The largest `apart` that rounding alone explains: with AdamW, a gradient of nearly 0
         can move its weight in either direction.
@@ -140,7 +124,6 @@ class StepComparison:
             "rows": rows,
             "tolerance": self.tolerance,
             "best": None if self.best is None else self.best.variant,
-            "fastest": None if self.fastest is None else self.fastest.variant,
             "cores": os.cpu_count(),
             "versions": {"torch": str(torch.__version__)},
         }
