@@ -309,6 +309,23 @@ def test_safe_fixes(text: str) -> None:
     assert check_source(checked.fixed or b"").findings == []
 
 
+@pytest.mark.parametrize(
+    ("encoding", "newline"), [("latin-1", "\n"), ("latin-1", "\r\n"), ("utf-8", "\r")]
+)
+def test_fixes_are_where_the_encoding_and_the_newlines_say(encoding: str, newline: str) -> None:
+    lines = [f"# coding: {encoding}", 'é = "ü"; os.environ["MASTER_PORT"] = "1"; x = 1', ""]
+    checked = check_source(newline.join(lines).encode(encoding))
+    lines[1] = 'é = "ü"; os.environ.setdefault("MASTER_PORT", "1"); x = 1'
+    assert checked.fixed == newline.join(lines).encode(encoding)
+
+
+def test_a_fix_inside_another_one_waits_for_the_next_run() -> None:
+    text = f"local_rank = 0\n{PINNED}    x = x.to(rank)\n"
+    once = check_source(text.encode()).fixed or b""
+    assert b"x.to(rank, non_blocking=True)" in once
+    assert b"x.to(local_rank, non_blocking=True)" in (check_source(once).fixed or b"")
+
+
 def test_what_is_ignored_is_not_fixed_and_what_has_no_safe_fix_is_left() -> None:
     ignored = b'os.environ["MASTER_PORT"] = "12355"  # lockstep: ignore[fixed-port]\n'
     assert check_source(ignored).fixed is None

@@ -114,7 +114,7 @@ def _fixed(source: str, problems: list[Problem]) -> str:
     waits for the next run. The columns of a syntax tree count bytes of UTF-8.
     """
     text = source.encode()
-    lengths = [len(line) + 1 for line in text.split(b"\n")]
+    lengths = [len(line) for line in text.splitlines(keepends=True)]
     starts = list(accumulate(lengths, initial=0))
     fixed = b""
     done = 0
