@@ -68,19 +68,16 @@ def _ems(character: str) -> float:
 
 
 class Drawing:
-    """A sheet that grows with its content, and has at least the given `width` and `height`. Later
-    shapes cover earlier ones.
+    """A sheet that grows with its content. Later shapes cover earlier ones.
 
     A screen reader reads `title` and `description` in place of a standalone file.
     """
 
-    def __init__(
-        self, title: str = "", description: str = "", *, width: float = 0, height: float = 0
-    ) -> None:
+    def __init__(self, title: str = "", description: str = "") -> None:
         self.title = title
         self.description = description
-        self._right = width
-        self._low = height
+        self._right = 0.0
+        self._low = 0.0
         self._shapes: list[str] = []
         self.zoom = 1.0
         """Pixels per unit in a standalone file."""
@@ -147,20 +144,28 @@ class Drawing:
                 self.words(MARGIN, y, part, size=size, weight=weight)
         return y + 10
 
-    def legend(self, y: float, meanings: Mapping[str, tuple[str, float]], wrap: float) -> float:
+    def legend(
+        self,
+        y: float,
+        meanings: Mapping[str, tuple[str, float]],
+        wrap: float,
+        *,
+        left: float = MARGIN,
+        size: float = 12.0,
+    ) -> float:
         """Draw a coloured box beside each name of `meanings`, which gives its colour and tint.
         Returns the y below them.
         """
-        x = MARGIN
+        x = left
         for name, (colour, tint) in meanings.items():
-            width = 18 + width_of(name, 12) + 14
-            if x > MARGIN and x + width > wrap:
-                x = MARGIN
-                y += 19
-            self.box(x, y, 12, 12, colour, tint=tint)
-            self.words(x + 18, y + 10.5, name, size=12)
+            width = 2.6 * size + width_of(name, size)
+            if x > left and x + width > wrap:
+                x = left
+                y += 1.6 * size
+            self.box(x, y, size, size, colour, tint=tint)
+            self.words(x + 1.5 * size, y + 0.875 * size, name, size=size)
             x += width
-        return y + 22
+        return y + 1.8 * size
 
     def note(self, y: float, text: str, wrap: float, fill: str = SOFT) -> float:
         """Draw small text at the left, wrapped at `wrap`; `y` is the baseline of the first line.
@@ -302,12 +307,16 @@ class Plot(Drawing):
         log: str = "",
         title: str = "",
     ) -> None:
-        super().__init__(title, width=WIDTH)
+        super().__init__(title)
+        self._right = WIDTH
         self._log = log.split()
         self.row_height = row_height
         if title:
             self.words(2, 12, title, size=_FONT + 1, weight="bold")
-        self._top = self._legend(legend or {}, 18.0 if title else 0.0)
+        self._top = 24.0 if title else 6.0
+        if legend:
+            meanings = {name: (colour, 1.0) for name, colour in legend.items()}
+            self._top = self.legend(self._top - 3, meanings, WIDTH, left=2, size=_FONT)
         if up_label:
             self._text(2, self._top + 6, up_label)
             self._top += 14
@@ -411,22 +420,6 @@ class Plot(Drawing):
     def _extend(self, tag: str, right: float, low: float) -> None:
         if tag == "text":
             self._right = max(self._right, right + 2)
-
-    def _legend(self, legend: Mapping[str, str], top: float) -> float:
-        """Draw the legend. Returns the y below it."""
-        if not legend:
-            return top + 6
-        x = 2.0
-        y = top + 11.0
-        for name, colour in legend.items():
-            width = 22 + width_of(name, _FONT)
-            if x > 2 and x + width > WIDTH:
-                x = 2.0
-                y += 15
-            self.box(x, y - 8, 9, 9, colour, stroke="none")
-            self._text(x + 13, y, name)
-            x += width
-        return y + 8
 
     def _text(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         self.words(x, y, text, anchor=anchor, size=_FONT, fill=INK)
