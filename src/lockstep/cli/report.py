@@ -82,8 +82,8 @@ def command_of(settings: Settings) -> str:
     words = ["lockstep", "train", settings.task]
     for name, knob in knobs(Settings).items():
         value = getattr(settings, name)
-        if value == knob.default or name in _INSIDE:
-            continue
+        if (value == knob.default and name != "workers") or name in _INSIDE:
+            continue  # the default number of workers depends on the host
         flag = knob.flags[0]
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
