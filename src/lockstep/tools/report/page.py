@@ -14,7 +14,6 @@ from lockstep.tools.report.verdict import Verdict
 
 FILE = "report.html"
 _MOST_MARKS = 50
-_UNUSUAL = ("step skipped", "step left out")
 
 
 def sentences(run: Run, verdict: Verdict | None) -> list[str]:
@@ -62,10 +61,10 @@ def _marks(run: Run, jumps: Sequence[Spike]) -> dict[int, str]:
         marks[largest.step] = f"largest jump: {_compared(largest)}"
     for spike in jumps[:_MOST_MARKS]:
         marks[spike.step] = f"spike: {_compared(spike)}"
-    unusual = [event for event in run.events if event.event in _UNUSUAL]
-    for event in unusual[:_MOST_MARKS]:
+    skipped = [event for event in run.events if event.event == "step skipped"]
+    for event in skipped[:_MOST_MARKS]:
         if event.step:
-            marks[event.step] = str(event.values.get("reason") or event.line or event.event)
+            marks[event.step] = f"skipped: {event.values.get('reason', event.line)}"
     return dict(sorted(marks.items()))
 
 
