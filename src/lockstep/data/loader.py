@@ -376,8 +376,11 @@ class Loader(WindowLoader[Epoch]):
         return self._window(cut, self._made_here(cut))
 
     def indices(self, epoch: int, step: int) -> list[list[int]]:
-        """Return the indices in the data set of each micro-batch of a step, over all ranks. Takes
-        the arguments of `window`.
+        """Return the indices in the data set of each micro-batch of a step, over all ranks.
+
+        Args:
+            epoch: the number of the epoch.
+            step: the number of the step in its epoch, from 0.
         """
         cut = self._cut(epoch, step)
         return list(self.batch_plan.indices(epoch, range(step, step + 1), range(cut.slots)))

@@ -192,11 +192,20 @@ class PreparedLoader:
     def window(self, epoch: int, step: int) -> Window:
         """Return this rank's window of any step, as `lockstep.Loader.window` does: its micro-batches
         without copies. The position of the loop stays.
+
+        Args:
+            epoch: the number of the epoch.
+            step: the number of the step in its epoch, from 0.
         """
         return self.loader.window(epoch, step)
 
     def indices(self, epoch: int, step: int) -> list[list[int]]:
-        """Return the indices of each micro-batch of a step, as `lockstep.Loader.indices` does."""
+        """Return the indices of each micro-batch of a step, as `lockstep.Loader.indices` does.
+
+        Args:
+            epoch: the number of the epoch.
+            step: the number of the step in its epoch, from 0.
+        """
         return self.loader.indices(epoch, step)
 
     @property
