@@ -139,7 +139,7 @@ def test_every_public_name_has_an_entry(site: Site) -> None:
         if name.startswith("reference/python/")
         for anchor in page.anchors
     }
-    modules = ("backend", "collectives", "errors", "testing")
+    modules = ("backend", "collectives", "errors", "runs", "testing", "timing")
     expected = {f"lockstep.{name}" for name in set(lockstep.__all__) - set(modules)}
     expected |= {f"module-lockstep.{name}" for name in modules}
     expected |= {f"lockstep.collectives.{name}" for name in lockstep.collectives.__all__}
