@@ -111,6 +111,8 @@ NOT_FOR_USERS = {
         *("witnessed", "world_size_free"),
     ],
     "Task": ["metric_objects"],
+    "AssembledTraining": ["new_evaluation", "resume", "state"],
+    "Settings": ["of", "of_script", "on_one_host", "differences", "write"],
     "Batches": ["begin", "epoch", "set_epoch"],
     "LockstepStrategy": ["parallel_devices", "reduce"],
     "LockstepFabricStrategy": ["parallel_devices"],
@@ -122,6 +124,10 @@ NOT_FOR_USERS = {
 MADE_FOR_USERS = [
     *("World", "Group", "Work", "SharedMemoryProcessGroup", "ExitCode"),
     *("Scaling", "CommunicationRatio"),
+    *("AssembledTraining", "Run", "StepRecord", "Evaluation", "Event", "CheckpointRecord", "Spike"),
+    *("Timeline", "Start", "Begin", "Lane", "MemoryLine", "Pause", "StepsLine", "Settings"),
+    *("Schedule", "Round", "Transfer", "Proof", "Network", "Link"),
+    *("Trial", "Recording", "RecordedStep", "BucketTimes", "PhaseSpan", "StepTimes"),
 ]
 """Classes whose objects users get: their pages show no constructor. So do those of exceptions."""
 

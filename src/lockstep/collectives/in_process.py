@@ -28,7 +28,13 @@ from lockstep.schedules.schedule import Kind, Schedule, held_before, wanted_afte
 
 @torch.no_grad()
 def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None:
-    """Run a schedule in place: `cells[r]` are rank r's cells. A mean is not divided here."""
+    """Run a schedule in place: `cells[r]` are rank r's cells. A mean is not divided here.
+
+    Args:
+        schedule: what is sent when.
+        cells: the cells of each rank, by rank.
+        op: sum, mean, max, min or prod.
+    """
     for transfers in schedule.transfers():
         # Every transfer reads what its sender held before the round.
         sent = []
@@ -57,6 +63,12 @@ def all_reduce(
     """Replace every tensor by the sum (mean, max, min, prod) of all, and return them. They may be
     on different devices.
 
+    Args:
+        tensors: one tensor of each rank, by rank.
+        op: sum, mean, max, min or prod.
+        algorithm: a name of `algorithms_of`.
+        ranks_per_node: ranks that share a node, for "hierarchical".
+
     Raises UsageError for tensors of different shapes or dtypes, an unknown operation or algorithm,
     and a mean of integers.
     """
@@ -67,7 +79,14 @@ def all_reduce(
 def reduce(
     tensors: Sequence[Tensor], root: int = 0, op: str = "sum", algorithm: str = "tree"
 ) -> list[Tensor]:
-    """Replace tensor `root` by the sum of all, and return all. The others are not changed."""
+    """Replace tensor `root` by the sum of all, and return all. The others are not changed.
+
+    Args:
+        tensors: one tensor of each rank, by rank.
+        root: the rank that has, or gets, the tensor.
+        op: sum, mean, max, min or prod.
+        algorithm: a name of `algorithms_of`.
+    """
     return _reduced("reduce", tensors, op, algorithm, root=root)
 
 
@@ -95,7 +114,13 @@ def _reduced(
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
-    """Replace every tensor by tensor `root`, and return them."""
+    """Replace every tensor by tensor `root`, and return them.
+
+    Args:
+        tensors: one tensor of each rank, by rank.
+        root: the rank that has, or gets, the tensor.
+        algorithm: a name of `algorithms_of`.
+    """
     _check_alike(tensors)
     schedule = schedule_of("broadcast", algorithm, len(tensors), root=root)
     flats = [tensor.detach().reshape(-1).clone() for tensor in tensors]
@@ -111,6 +136,11 @@ def reduce_scatter(
 ) -> list[Tensor]:
     """Return each rank's rows of the sum of all, by rank. Rows are cut as `torch.tensor_split` cuts
     them.
+
+    Args:
+        tensors: one tensor of each rank, by rank.
+        op: sum, mean, max, min or prod.
+        algorithm: a name of `algorithms_of`.
     """
     _check_alike(tensors)
     first = tensors[0]
@@ -132,17 +162,34 @@ def reduce_scatter(
 
 
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
-    """Return what every rank has at the end: all tensors. The length of dim 0 may differ."""
+    """Return what every rank has at the end: all tensors. The length of dim 0 may differ.
+
+    Args:
+        tensors: one tensor of each rank, by rank.
+        algorithm: a name of `algorithms_of`.
+    """
     return _moved("all_gather", tensors, len(tensors), algorithm)
 
 
 def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
-    """Return what every rank has at the end: its tensor of the root's list."""
+    """Return what every rank has at the end: its tensor of the root's list.
+
+    Args:
+        tensors: the root's list: a tensor for each rank.
+        root: the rank that has, or gets, the tensor.
+        algorithm: a name of `algorithms_of`.
+    """
     return [received for (received,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
 
 
 def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
-    """Return what the root has at the end: every rank's tensor."""
+    """Return what the root has at the end: every rank's tensor.
+
+    Args:
+        tensors: one tensor of each rank, by rank.
+        root: the rank that has, or gets, the tensor.
+        algorithm: a name of `algorithms_of`.
+    """
     return _moved("gather", tensors, len(tensors), algorithm, root)[root]
 
 
@@ -151,6 +198,10 @@ def all_to_all(
 ) -> list[list[Tensor]]:
     """Return what every rank has at the end: one tensor from each rank. `tensors[s][d]` goes from s
     to d.
+
+    Args:
+        tensors: a tensor for each rank, by sender.
+        algorithm: a name of `algorithms_of`.
     """
     size = len(tensors)
     pieces: list[Tensor] = []

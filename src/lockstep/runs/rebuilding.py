@@ -32,7 +32,8 @@ def rebuilt(settings: Settings, task: Task | None = None) -> Iterator[AssembledT
     Example::
 
         run = lockstep.runs.read("runs/mine")
-        with lockstep.runs.rebuilt(dataclasses.replace(run.settings, workers=1)) as training:
+        settings = dataclasses.replace(run.settings, workers=1)
+        with lockstep.runs.rebuilt(settings) as training:
             training.load(run.path / "checkpoints", 200)
             for window in training.windows():
                 print(training.step(window).loss)

@@ -48,7 +48,9 @@ class Network:
 
     @classmethod
     def flat(cls, latency: float, bandwidth: float) -> Network:
-        """Return a network in which every rank is a node of its own."""
+        """Return a network in which every rank is a node of its own, with this `latency` in seconds
+        and `bandwidth` in bytes a second.
+        """
         link = Link(latency, bandwidth)
         return cls(link, link)
 

@@ -47,6 +47,9 @@ class Proof:
 def prove(schedule: Schedule) -> Proof:
     """Raise ScheduleError unless every rank ends with what the collective promises, with each
     contribution counted exactly once.
+
+    Args:
+        schedule: what is proved.
     """
     state = _before(schedule)
     messages = 0

@@ -130,7 +130,7 @@ class Schedule:
 
     def reversed(self, kind: Kind, name: str | None = None, *, in_order: bool = False) -> Schedule:
         """Return the same transfers backwards, from the last round to the first: what spread a cell
-        now collects it.
+        now collects it. The result has this `kind`, and `name` if it is given.
 
         An all-gather becomes a reduce-scatter, a broadcast a reduce, a scatter a gather. `in_order`
         keeps the order of the rounds, so that ranks are added in their order; no round may depend

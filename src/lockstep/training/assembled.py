@@ -327,7 +327,11 @@ class AssembledTraining:
         )
 
     def step(self, window: Window) -> StepResult:
-        """Take one optimizer step without recording it."""
+        """Take one optimizer step without recording it.
+
+        Args:
+            window: the next one of `windows`.
+        """
         self.model_shard.walk(self.stepper, window, self.forward)
         result = self.stepper.step()
         self.average.after_step(result, self.stepper.steps)

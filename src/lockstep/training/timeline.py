@@ -86,7 +86,7 @@ class StepsLine:
         return self.first, self.last
 
     def total(self, name: str) -> float:
-        """Return the value of a phase or of another field."""
+        """Return the value of the phase, or of another field, that is called `name`."""
         if name in self.phases:
             return self.phases[name]
         return float(getattr(self, name))

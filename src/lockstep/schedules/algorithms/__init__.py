@@ -75,7 +75,11 @@ _BY_KIND: dict[Kind, dict[str, Callable[..., Schedule]]] = {
 
 
 def algorithms_of(kind: Kind) -> list[str]:
-    """The names of the written-out algorithms of a collective."""
+    """The names of the written-out algorithms of a collective.
+
+    Args:
+        kind: "all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", ...
+    """
     return list(_BY_KIND[kind])
 
 
@@ -106,8 +110,14 @@ def check_algorithm(kind: Kind, name: str, *others: str) -> None:
 def schedule(
     kind: Kind, algorithm: str, world: int, *, root: int = 0, ranks_per_node: int | None = None
 ) -> Schedule:
-    """Return the schedule of that name. `ranks_per_node` is for "hierarchical": ranks 0 .. g-1
-    share node 0, and so on.
+    """Return the schedule of that name.
+
+    Args:
+        kind: the collective, such as "all_reduce".
+        algorithm: a name of `algorithms_of(kind)`.
+        world: the number of ranks.
+        root: the rank that has, or gets, the tensor.
+        ranks_per_node: g, for "hierarchical": ranks 0 .. g-1 share node 0, and so on.
 
     Raises UsageError for an unknown name, a world size below 1 and a root outside it.
     """
