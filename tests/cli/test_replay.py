@@ -64,6 +64,7 @@ def test_options_that_do_not_go_together(exact: Path, tmp_path: Path, lockstep: 
         "--step 8 --to full",
         "--step 8 --samples -1",
         "--step 8 -n 0",
+        "--step 8 --slot 1",
     ):
         ended = lockstep(f"replay {exact} {line}")
         assert ended.code == 2, line

@@ -188,6 +188,13 @@ def test_where_no_step_can_be_left_out() -> None:
             Settings(task="toy", skip=text)
 
 
+def test_steps_that_the_training_does_not_have(tmp_path: Path) -> None:
+    with refused("skip-after-the-end", skip="20:21", steps=20):
+        trained(1, tmp_path / "late", skip="20:21")
+    with refused("skip-leaves-nothing", steps=20):
+        trained(1, tmp_path / "all", skip="1:7,8:20")
+
+
 def test_the_same_steps_have_the_same_text() -> None:
     for text, expected in (("7", "7"), ("3:5, 9 ,6", "3:6,9"), ("1:9,2:3", "1:9"), ("8,2", "2,8")):
         assert str(LeftOut.of(text)) == expected

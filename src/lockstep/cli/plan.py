@@ -7,7 +7,7 @@ plan --gradient-mb N --step-ms N plan a step from these numbers, measuring nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from lockstep.runtime.cores import cores, warn_if_busy
 from lockstep.tools.timing.output_files import check_writable, write_json
 
 if TYPE_CHECKING:
+    from lockstep.config.task import Task
     from lockstep.tools.plan.profile import Profile
     from lockstep.tools.plan.work import PlanScaling
 
@@ -108,18 +109,6 @@ def plan(
         _refuse(names & _ONLY_OF_NUMBERS, "the plan of a task")
     else:
         _refuse(names & _ONLY_OF_TASK, "--gradient-mb")
-    counts = counts_of(options.workers)
-    check_writable(options.json_file, "--json")
-    # these import torch
-    from lockstep.tools.plan.forecast import check_method, describe, forecasts
-    from lockstep.tools.plan.networks import connection, described
-    from lockstep.tools.plan.work import PlanScaling, given_work, work_of
-
-    network = connection(options.network, options.nodes_of)
-    settings = Settings(task="plan", **knob.values_of(method, Parallelism))
-    check_method(settings)
-    report: dict[str, Any] = {"network": described(network, options.network)}
-    if options.gradient_mb is not None:
         if options.step_ms is None:
             raise UsageError(
                 "option-missing",
@@ -127,15 +116,30 @@ def plan(
                 needed="--step-ms MS",
                 reason="a step is the computation and the communication of its gradients",
             )
+    counts = counts_of(options.workers)
+    check_writable(options.json_file, "--json")
+    located = None if task is None else task_of(task, choice.overrides)
+    from lockstep.tools.plan.networks import connection, described
+
+    network = connection(options.network, options.nodes_of)
+    # these import torch
+    from lockstep.tools.plan.forecast import check_method, describe, forecasts
+    from lockstep.tools.plan.work import PlanScaling, given_work, work_of
+    from lockstep.training.resolve import resolve
+
+    settings = Settings(task="plan", **knob.values_of(method, Parallelism))
+    check_method(settings)
+    report: dict[str, Any] = {"network": described(network, options.network)}
+    if options.gradient_mb is not None and options.step_ms is not None:
         given = given_work(options.gradient_mb, options.buckets, options.step_ms)
         rows = forecasts(lambda workers: given, counts, 1, network, settings)
         sizes = f"{options.gradient_mb:g} MB of gradients in {options.buckets} equal buckets"
         lines = [report["network"], f"{sizes}; every rank computes {options.step_ms:g} ms"]
         notes: list[str] = []
-    else:
+    elif located is not None:
         base = counts[0] if len(counts) > 1 else 1
         scaling = PlanScaling(base=base, weak=options.weak, per_host=options.nodes_of)
-        measured = _profiled(str(task), choice, scaling, counts, options.seconds)
+        measured = _profiled(partial(resolve, *located), scaling, counts, options.seconds)
         of_profile = partial(work_of, measured, scaling)
         rows = forecasts(of_profile, counts, base, network, settings)
         lines = [measured.describe(options.nodes_of), report["network"]]
@@ -146,15 +150,12 @@ def plan(
 
 
 def _profiled(
-    task: str, choice: RunChoice, scaling: PlanScaling, counts: Sequence[int], seconds: float
+    source: Callable[[], Task], scaling: PlanScaling, counts: Sequence[int], seconds: float
 ) -> Profile:
     """Profile as many ranks of the task on this host as a forecast needs."""
     from lockstep.tools.plan.profile import profile
     from lockstep.tools.timing.machine import kind_of_device
-    from lockstep.training.resolve import resolve
 
-    task_path, overrides = task_of(task, choice.overrides)
-    source = partial(resolve, task_path, overrides)
     sides = [1]
     talking: list[int] = []
     if kind_of_device() == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class ReplayChoice:
     """The options of a replay. Raises UsageError for values that cannot be combined."""
 
     step: Annotated[
-        str | None, Knob("run", unit="N|N:M|last|worst", default="last", common=True)
+        str | None, Knob("run", unit="N|N:M|last|worst|all", default="last", common=True)
     ] = None
     """Steps to look at. worst is the largest jump of the loss against its running median."""
     workers: Annotated[
@@ -48,7 +49,7 @@ class ReplayChoice:
     """Device of the ranks that compute."""
     samples: Annotated[int, Knob("run", unit="K", least=0, common=True)] = 0
     """Also name the K samples with the highest losses, and their shares of the gradient."""
-    slot: Annotated[int, Knob("run", unit="S", least=0, common=True)] = 0
+    slot: Annotated[int | None, Knob("run", unit="S", least=0, default="0", common=True)] = None
     """Micro-batch for --break and --to."""
     stop: Annotated[
         Literal["forward", "backward", "step"] | None,
@@ -86,6 +87,13 @@ class ReplayChoice:
                     other=option,
                     reason="it looks at no step; look at the one that it names",
                 )
+        if self.slot is not None and self.stop is None and self.to is None:
+            raise UsageError(
+                "option-missing",
+                option="--slot",
+                needed="--break or --to",
+                reason="all micro-batches are shown",
+            )
         folder = self.to
         if (
             folder is not None
@@ -125,7 +133,10 @@ def replay(
             options.to.mkdir(parents=True, exist_ok=True)
     from lockstep.runs import read
 
-    reproduced = (_bisect if options.bisect else _look)(run, read(run), options)
+    try:
+        reproduced = (_bisect if options.bisect else _look)(run, read(run), options)
+    except BdbQuit:
+        raise typer.Exit from None
     if not reproduced:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -159,7 +170,7 @@ def _look(path: Path, run: Run, options: ReplayChoice) -> bool:
         last=last,
         samples=options.samples,
         stop=options.stop,
-        slot=options.slot,
+        slot=options.slot or 0,
         folder=options.to,
     )
     shown = []
@@ -173,6 +184,9 @@ def _look(path: Path, run: Run, options: ReplayChoice) -> bool:
         print(plain("\n".join(_step_lines(plan, one, loss, ranks[one.step]))))
     else:
         print(_table(shown))
+        for one, _ in shown:
+            if one.samples or one.notes:
+                print(plain("\n".join([f"\nstep {one.step}", *_sample_lines(one)])))
     if options.to is not None:
         print(f"written: {options.to} (python {options.to / 'load.py'} loads it)")
     write_json(
@@ -255,26 +269,26 @@ def _step_lines(
     lines += ["", f"{norm}; learning rate {one.lr:g}"]
     if one.skipped is not None:
         lines.append(f"no update was made: {one.skipped}")
-    else:
-        updates: list[list[object]] = []
-        for update in one.updates:
-            updates.append([update.name, f"{update.relative:.3g}", f"{update.norm:.3g}"])
+    updates: list[list[object]] = []
+    for update in one.updates:
+        updates.append([update.name, f"{update.relative:.3g}", f"{update.norm:.3g}"])
+    if updates:
         lines += ["", table("largest updates | against the weight | norm", updates, left=(0,))]
-    if one.samples:
-        sample_rows: list[list[object]] = []
-        for sample in one.samples:
-            sample_rows.append(
-                [
-                    sample.index,
-                    sample.slot,
-                    f"{sample.loss:.6g}",
-                    "" if math.isnan(sample.share) else f"{round(sample.share, 3) + 0.0:.1%}",
-                    sample.description,
-                ]
-            )
-        header = "sample | slot | loss | share of the gradient | "
-        lines += ["", table(header, sample_rows, left=(4,))]
-    return lines + [f"note: {note}" for note in one.notes]
+    if one.samples or one.notes:
+        lines += ["", *_sample_lines(one)]
+    return lines
+
+
+def _sample_lines(one: ComputedStep) -> list[str]:
+    rows: list[list[object]] = []
+    for sample in one.samples:
+        share = "" if math.isnan(sample.share) else f"{round(sample.share, 3) + 0.0:.1%}"
+        row = [sample.index, sample.slot, f"{sample.loss:.6g}", share, sample.description]
+        rows.append(row)
+    lines = [f"note: {note}" for note in one.notes]
+    if rows:
+        lines.insert(0, table("sample | slot | loss | share of the gradient | ", rows, left=(4,)))
+    return lines
 
 
 def _table(steps: Sequence[tuple[ComputedStep, Comparison | None]]) -> str:
@@ -327,11 +341,10 @@ def _print_bisected(run: Path, first: int, last: int, result: Irreproducible | N
             " differs from the checkpoint, and all losses before agree"
         )
     origin = "the beginning" if result.plan.start is None else f"step {result.plan.begin}"
-    print(plain(f"computed from {origin}; the run has recorded since then:"))
-    for line in result.events or ["nothing that changes a training"]:
+    changes = [*result.plan.warnings, *result.events]
+    print(f"computed from {origin}. What has changed since then, by the records and this host:")
+    for line in changes or ["nothing that changes a training"]:
         print(plain(f"  {line}"))
-    for warning in result.plan.warnings:
-        print(plain(f"  now: {warning}"))
     print(f"look at it: lockstep replay {shlex.quote(str(run))} --step {result.step}")
 
 

@@ -42,7 +42,7 @@ from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.learning_rate import follow_epoch
 from lockstep.step.loss_scale import LossScale
 from lockstep.step.model_shard import ModelShard
-from lockstep.step.step_result import Outcomes, StepperClock, StepResult
+from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
 from lockstep.step.window_run import WindowRun, summed
 from lockstep.step.witnessed_step import local_state, witnessed
 from lockstep.step.wrapper_arguments import Checks
@@ -472,6 +472,7 @@ class Stepper:
             raise UsageError("skip-does-not-fit", option=self.method.describe())
         if self._run is not None:
             raise UsageError("window-still-open")
+        allow_scheduler(self.optimizer)  # a scheduler of epochs may step before the first update
         self.steps += 1
         status.step(self.steps)
         return StepResult(

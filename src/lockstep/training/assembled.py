@@ -270,6 +270,7 @@ class AssembledTraining:
         self.loader.left_out = settings.left_out
         steps_per_epoch = None if is_iterable(task.train_data) else len(self.loader)
         self.length = Length.of(task, settings, steps_per_epoch)
+        self._check_left_out()
         self.precision: Precision = settings.precision or task.precision
         self.forward = Forward(model_of(task), task, self.precision, world.device)
         # fails now, and not after the training, if something cannot be stored
@@ -288,6 +289,18 @@ class AssembledTraining:
         by_epoch = self.scheduler if task.scheduler_per == "epoch" else None
         self.saving = saving_in(run, settings, self.stepper, self.loader, by_epoch)
         self.progress = TrainingState.of(task)
+
+    def _check_left_out(self) -> None:
+        """Raise UsageError if `skip` names steps after the end, or leaves no step."""
+        left_out = self.settings.left_out
+        steps = self.length.steps
+        if steps is None or not left_out.ranges:
+            return
+        last = left_out.ranges[-1].stop - 1
+        if last > steps:
+            raise UsageError("skip-after-the-end", skip=str(left_out), steps=steps)
+        if left_out.ranges[0] == range(1, steps + 1):
+            raise UsageError("skip-leaves-nothing", skip=str(left_out), steps=steps)
 
     def _new_stepper(self) -> Stepper:
         task = self.task

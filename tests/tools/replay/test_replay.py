@@ -239,6 +239,12 @@ def test_the_debugger_opens_where_it_is_asked_to(exact: Path, point: str) -> Non
     assert "step 8, epoch 3: loss" in ended.stdout
 
 
+def test_a_slot_that_the_step_does_not_have(exact: Path, tmp_path: Path) -> None:
+    plan = plan_of(runs.read(exact), 9, 9, device="cpu")
+    with refused("slot-not-there", slot=3, last=2):
+        compute(plan, Detail(first=9, last=9, slot=3, folder=tmp_path))
+
+
 # -- steps that cannot be reproduced -------------------------------------------------------------
 
 
@@ -336,6 +342,17 @@ def test_a_damaged_checkpoint_is_left_out(exact: Path, tmp_path: Path) -> None:
     loss = compare(plan, computed)
     assert loss is not None
     assert loss.same
+
+
+def test_a_data_set_of_another_length(tmp_path: Path) -> None:
+    task = tmp_path / "my_task.py"
+    task.write_text(TASK.read_text())
+    command("train", str(task), run=tmp_path / "run", workers=1, device="cpu", exact=True, steps=9,
+            checkpoint_every=6, keep="all", log="csv")  # fmt: skip
+    task.write_text(TASK.read_text().replace("SAMPLES = 44", "SAMPLES = 40"))
+    plan = plan_of(runs.read(tmp_path / "run"), 8, 8, device="cpu")
+    with refused("replay-of-another-task", step=6):
+        compute(plan, Detail(first=8, last=8))
 
 
 def test_local_steps_are_replayed_at_their_own_size(tmp_path: Path) -> None:

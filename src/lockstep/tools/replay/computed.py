@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.windows import Window
+from lockstep.errors import UsageError
 from lockstep.runs import AssembledTraining
 from lockstep.tools.replay.export import StepFiles
 from lockstep.tools.replay.samples import SampleLoss, SampleLosses
@@ -144,6 +145,8 @@ class Replay:
 
     def steps(self, detail: Detail) -> Iterator[ComputedStep]:
         """Compute all steps up to `detail.last`, and look at those from `detail.first` on."""
+        if detail.samples and not hasattr(self._training.loader, "batch_plan"):
+            raise UsageError("samples-of-a-stream")
         for window in self._training.windows():
             step = window.step + 1
             if step > detail.last:  # the last ones were left out
@@ -179,6 +182,11 @@ class Replay:
             self._probe = GradientProbe(model)
         before = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
         lr = self._learning_rate
+        slots = len(window.cut.filled(0, 1))
+        if detail.slot >= slots:
+            raise UsageError(
+                "slot-not-there", slot=detail.slot, step=window.step + 1, last=slots - 1
+            )
         files = None if detail.folder is None else StepFiles(detail.folder, before)
         losses = SampleLosses(training, window) if detail.samples else None
         run = training.stepper.open(window)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.errors import DamagedCheckpoint, UsageError
-from lockstep.runs import Run, Settings, load_task, rebuilt, worst
+from lockstep.runs import AssembledTraining, Run, Settings, load_task, rebuilt, worst
 from lockstep.tools.replay.computed import ComputedStep, Detail, Replay, ReplayedMicroBatch
 from lockstep.tools.verify.trace import tolerance_at
 from lockstep.tools.verify.tracing import tensors_of
@@ -281,12 +281,23 @@ class ReplayJob:
     def __call__(self) -> ReplayResult:
         with rebuilt(self.settings) as training:
             if self.directory is not None:
-                training.load(self.directory, self.begin)
+                self._load(training, self.directory)
             steps = list(Replay(training).steps(self.detail))
             differing = None
             if self.compared is not None and training.world.rank == 0:
                 differing = _first_difference(training.model, files.read(self.compared).tensors)
             return ReplayResult(steps, differing)
+
+    def _load(self, training: AssembledTraining, directory: Path) -> None:
+        try:
+            training.load(directory, self.begin)
+        except UsageError as error:
+            if error.code != "another-training":
+                raise
+            differences = error.values["differences"]
+            raise UsageError(
+                "replay-of-another-task", step=self.begin, differences=differences
+            ) from None
 
 
 def _first_difference(model: nn.Module, saved: Mapping[str, Tensor]) -> str | None:
