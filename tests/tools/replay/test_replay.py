@@ -219,6 +219,7 @@ def test_the_written_micro_batch_gives_the_same_gradient(exact: Path, tmp_path: 
     ],
 )
 def test_the_debugger_opens_where_it_is_asked_to(exact: Path, point: str) -> None:
+    seen = "type(model).__name__" if point == "step" else "len(batch[0])"
     ended = subprocess.run(
         [
             sys.executable,
@@ -230,12 +231,13 @@ def test_the_debugger_opens_where_it_is_asked_to(exact: Path, point: str) -> Non
             "--slot=1",
             f"--break={point}",
         ],
-        input="p len(batch[0]), 'batch'\nc\n",
+        input=f"p {seen}, 'seen'\nc\n",
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "(4, 'batch')" in ended.stdout
+    value = "'Sequential'" if point == "step" else "4"
+    assert f"({value}, 'seen')" in ended.stdout
     assert "step 8, epoch 3: loss" in ended.stdout
 
 
