@@ -28,14 +28,13 @@ from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window, counted
 from lockstep.gradients.bucket import BucketTimes
 from lockstep.gradients.facts import numbers
+from lockstep.runs import AssembledTraining, rebuilt
 from lockstep.runtime.step_clock import PhaseSpan, StepTimes
 from lockstep.step.forward import Forward
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.journal import Journal
-from lockstep.training.loop import Training
-from lockstep.training.opening import computing, matmul_precision, world_for
 from lockstep.training.run_directory import RunDirectory
 from lockstep.world.world import World
 
@@ -134,7 +133,9 @@ def recording(stepper: Stepper, *, most: int = 1000) -> Iterator[Recording]:
 class Trial:
     """A training of a task on this rank, whose model is discarded. Made by `trial`."""
 
-    def __init__(self, training: Training, record: Callable[[Window, StepResult], None]) -> None:
+    def __init__(
+        self, training: AssembledTraining, record: Callable[[Window, StepResult], None]
+    ) -> None:
         self._training = training
         self._record = record
         self.task = training.task
@@ -209,14 +210,11 @@ def trial(
     endless = replace(
         settings, epochs=_LONG if per_epoch else None, steps=None if per_epoch else _LONG
     )
-    with world_for(world, settings.device) as own, computing(settings, own), ExitStack() as stack:
-        training = Training(task, endless, own, None)
-        stack.enter_context(matmul_precision(training.precision))
+    with rebuilt(endless, task, world) as training, ExitStack() as stack:
         record: Callable[[Window, StepResult], None] = _nothing
         if records:
             record = stack.enter_context(_records(training))
         yield Trial(training, record)
-        training.loader.close()
 
 
 def facts_bytes(ranks: int) -> int:
@@ -233,7 +231,7 @@ def _nothing(window: Window, result: StepResult) -> None:
 
 
 @contextmanager
-def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None]]:
+def _records(training: AssembledTraining) -> Iterator[Callable[[Window, StepResult], None]]:
     """Yield a function that records a step as a training does."""
     task = training.task
     stepper = training.stepper

@@ -10,7 +10,7 @@ import math
 import pytest
 
 from lockstep.config.task import Mode
-from lockstep.training.assembled import BestMetric, TrainingState
+from lockstep.training.state import BestMetric, TrainingState
 
 
 def state(*, best: str | None = None, patience: int | None = None) -> TrainingState:

@@ -110,9 +110,10 @@ class Checkpoints:
             look at a step of a finished or a running training.
 
     Raises:
-        UsageError: `remote` with `read_only`; a scheduler belongs to the optimizer, but neither the Stepper nor this object
-            was given one. `save` raises it if the scheduler was created later. A ReduceLROnPlateau
-            leaves no trace in the optimizer: this cannot notice that it is missing.
+        UsageError: `remote` with `read_only`; a scheduler belongs to the optimizer, but neither the
+            Stepper nor this object was given one. `save` raises it if the scheduler was created
+            later. A ReduceLROnPlateau leaves no trace in the optimizer: this cannot notice that it
+            is missing.
     """
 
     def __init__(

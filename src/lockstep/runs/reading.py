@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.checkpoints.folders import best_name, step_of, written
+from lockstep.checkpoints.folders import best_name, size_of, step_of, written
 from lockstep.checkpoints.manifest import MANIFEST
 from lockstep.config.settings import FILE, Settings
 from lockstep.errors import UsageError
@@ -317,7 +317,7 @@ def _checkpoints(path: Path) -> list[CheckpointRecord]:
         for folder in written(directory):
             try:
                 time = (folder / MANIFEST).stat().st_mtime
-                size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+                size = size_of(folder)
             except OSError:
                 continue  # damaged, or the training has just removed it
             record = CheckpointRecord(

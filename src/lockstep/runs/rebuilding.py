@@ -10,6 +10,7 @@ from lockstep.config.task import Task
 from lockstep.training.assembled import AssembledTraining
 from lockstep.training.opening import computing, matmul_precision, world_for
 from lockstep.training.resolve import resolve
+from lockstep.world.world import World
 
 
 def load_task(settings: Settings) -> Task:
@@ -25,7 +26,9 @@ def load_task(settings: Settings) -> Task:
 
 
 @contextmanager
-def rebuilt(settings: Settings, task: Task | None = None) -> Iterator[AssembledTraining]:
+def rebuilt(
+    settings: Settings, task: Task | None = None, world: World | None = None
+) -> Iterator[AssembledTraining]:
     """Make the training of these settings on this rank, as `lockstep train` does, without a run
     directory. Every rank of `settings.workers` calls it; one process alone is a world of one.
 
@@ -41,6 +44,7 @@ def rebuilt(settings: Settings, task: Task | None = None) -> Iterator[AssembledT
     Args:
         settings: of the run, with another number of workers or another device.
         task: the task, if it is loaded already. Default: it is loaded from its file.
+        world: the world of this rank. Default: the open one, or a new one on `settings.device`.
 
     Returns:
         The training, as the value of the `with` statement: its `model`, `optimizer`, `stepper`,
@@ -51,10 +55,12 @@ def rebuilt(settings: Settings, task: Task | None = None) -> Iterator[AssembledT
     """
     task = task or load_task(settings)
     with (
-        world_for(None, settings.device) as world,
-        computing(settings, world),
+        world_for(world, settings.device) as own,
+        computing(settings, own),
         matmul_precision(settings.precision or task.precision),
     ):
-        training = AssembledTraining(task, settings, world, None)
-        yield training
-        training.loader.close()
+        training = AssembledTraining(task, settings, own, None)
+        try:
+            yield training
+        finally:
+            training.loader.close()

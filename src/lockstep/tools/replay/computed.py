@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -160,15 +160,7 @@ class Replay:
 
     def _pass_through(self, window: Window) -> ComputedStep:
         lr = self._learning_rate
-        result = self._training.step(window)
-        return ComputedStep(
-            step=result.step,
-            epoch=window.epoch + 1,
-            loss=result.loss,
-            weight=result.weight,
-            lr=lr,
-            skipped=result.reason,
-        )
+        return _summary(window, lr, self._training.step(window))
 
     @property
     def _learning_rate(self) -> float:
@@ -204,18 +196,14 @@ class Replay:
         norm = clipped if result.norm is None else result.norm
         samples: Sequence[SampleLoss] = ()
         if losses is not None:
-            applied = result.applied and norm > 0
-            scale = clipped / norm / result.weight if applied else 0.0
+            scale = None
+            if result.applied and norm > 0:  # clipped / norm / weight, over the square of clipped
+                scale = 1 / (norm * result.weight * clipped)
             samples = losses.largest(detail.samples, before, gradients, scale)
         if files is not None:
             files.write(training, window, gradients)
-        return ComputedStep(
-            step=result.step,
-            epoch=window.epoch + 1,
-            loss=result.loss,
-            weight=result.weight,
-            lr=lr,
-            skipped=result.reason,
+        return replace(
+            _summary(window, lr, result),
             micro_batches=micro_batches,
             gradient_norm=norm,
             clipped_norm=clipped,
@@ -273,6 +261,18 @@ class Replay:
             )
             breakpoint()  # the option --break backward
         return loss, weight, output
+
+
+def _summary(window: Window, lr: float, result: Any) -> ComputedStep:
+    """Return what is known of a step that was not looked at. `lr`: before its scheduler."""
+    return ComputedStep(
+        step=result.step,
+        epoch=window.epoch + 1,
+        loss=result.loss,
+        weight=result.weight,
+        lr=lr,
+        skipped=result.reason,
+    )
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

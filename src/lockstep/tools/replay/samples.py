@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data.windows import Window
 from lockstep.runs import AssembledTraining
 from lockstep.runtime import randomness
+from lockstep.tools.verify.tracing import indices_of, tensors_of
 
 _TOLERANCE = 1e-3
 
@@ -56,10 +57,7 @@ class SampleLosses:
     def __init__(self, training: AssembledTraining, window: Window) -> None:
         self._training = training
         self._window = window
-        plan = getattr(training.loader, "batch_plan", None)
-        first = 0 if plan is None else plan.first(window.epoch)  # a stream refuses `indices`
-        by_slot = training.loader.indices(window.epoch, window.step - first)
-        self._indices = [by_slot[slot] for slot in window.slots]
+        self._indices = list(indices_of(training.loader, window).values())
         self._batches: list[Any] = []
         self._rows: list[_Row] = []
         self.notes: list[str] = []
@@ -79,24 +77,24 @@ class SampleLosses:
                 with torch.no_grad():
                     loss, weight = self._row_loss(row, count, batch, output)
             except Exception as error:  # the user's loss may need the whole batch
-                self.notes.append(f"the loss of one row fails: {type(error).__name__}: {error}")
+                self._give_up(f"the loss of one row fails: {type(error).__name__}: {error}")
                 return
             summed += float(loss)
             mean = float(loss) / float(weight) if float(weight) else 0.0
             rows.append(_Row(index, row, mean))
-        if not math.isclose(
-            summed, total, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE
-        ) and math.isfinite(total):
-            self._note(
+        same = math.isclose(summed, total, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        if math.isfinite(total) and not same:
+            self._give_up(
                 "the loss is not a sum over rows: the rows of a micro-batch add up to"
                 f" {summed:.6g}, and its loss is {total:.6g}"
             )
             return
         self._rows += rows
 
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
+    def _give_up(self, reason: str) -> None:
+        """Name no samples: those of some micro-batches would not be the step's."""
+        self.notes.append(reason)
+        self._rows = []
 
     def _row_loss(self, row: int, count: int, batch: Any, output: Any) -> tuple[Tensor, Any]:
         one_output = row_of(output, row, count)
@@ -107,7 +105,7 @@ class SampleLosses:
         count: int,
         before: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        factor: float,
+        scale: float | None,
     ) -> list[SampleLoss]:
         """Return the `count` samples with the highest losses, with their shares.
 
@@ -115,8 +113,8 @@ class SampleLosses:
             count: how many samples.
             before: the model's tensors before the step.
             gradients: the step's gradient after the clip, by parameter.
-            factor: what the sum of all samples' gradients was multiplied by to become `gradients`;
-                0 if no update was made.
+            scale: what the product of a sample's gradient with `gradients` is multiplied by to be
+                its share; None if no update was made.
         """
         finite = [row for row in self._rows if not math.isnan(row.loss)]
         rows = [row for row in self._rows if math.isnan(row.loss)]  # the first to look at
@@ -137,8 +135,8 @@ class SampleLosses:
                     description=self._description(self._indices[row.micro_batch][row.row]),
                 )
             )
-        if factor and samples:
-            samples = self._with_shares(samples, rows[:count], before, gradients, factor)
+        if scale is not None and samples:
+            samples = self._with_shares(samples, rows[:count], before, gradients, scale)
         return samples
 
     def _description(self, index: int) -> str:
@@ -158,25 +156,25 @@ class SampleLosses:
         rows: Sequence[_Row],
         before: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        factor: float,
+        scale: float,
     ) -> list[SampleLoss]:
         training = self._training
         model = training.model
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        after = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        squared = sum(float((one.double() ** 2).sum()) for one in gradients.values())
-        parameters = {name: tensors[name] for name in gradients}
+        tensors = tensors_of(model)
+        after = {name: tensor.clone() for name, tensor in tensors.items()}
+        by_name = dict(model.named_parameters())
+        parameters = [by_name[name] for name in gradients]
         result = []
         try:
             _copy(before, tensors)
             for sample, row in zip(samples, rows, strict=True):
-                gradient = self._gradient_of(row, sample.slot, list(parameters.values()))
+                gradient = self._gradient_of(row, sample.slot, parameters)
                 _copy(before, tensors)  # the forward moves BatchNorm's statistics
                 product = 0.0
                 for one, step_gradient in zip(gradient, gradients.values(), strict=True):
                     if one is not None:
                         product += float((one.double() * step_gradient.double()).sum())
-                result.append(replace(sample, share=product * factor / squared))
+                result.append(replace(sample, share=product * scale))
         finally:
             _copy(after, tensors)
         return result

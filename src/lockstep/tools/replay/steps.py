@@ -115,7 +115,7 @@ def plan_of(
     workers: int | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> ReplayPlan:
-    """ReplayPlan to compute the steps from `first` to `last` again.
+    """Plan to compute the steps from `first` to `last` again.
 
     Args:
         run: the recorded run.
@@ -165,14 +165,14 @@ def _check_kind(run: Run) -> None:
 
 def _start_before(run: Run, first: int, warnings: list[str]) -> StartingCheckpoint | None:
     """Return the newest checkpoint before step `first` whose files are whole."""
-    for checkpoint in reversed(run.checkpoints):
-        if checkpoint.model != 1 or checkpoint.step >= first:
-            continue
+    checkpoint = run.checkpoint_before(first)
+    while checkpoint is not None:
         try:
             state = files.read(checkpoint.path).state
             return StartingCheckpoint(checkpoint.path.parent, checkpoint.step, state)
         except DamagedCheckpoint as error:
             warnings.append(f"{error}: an older checkpoint is used")
+        checkpoint = run.checkpoint_before(checkpoint.step)
     return None
 
 
