@@ -10,16 +10,14 @@ from typing import Any
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
-from lockstep.cli.show import exact_step, pipeline_chart, planned_step
+from lockstep.cli.show import pipeline_chart
 from lockstep.collectives import schedule
 from lockstep.config.mesh import Mesh
 from lockstep.tools.show import (
     data_picture,
-    exact_picture,
     mesh_picture,
     pipeline_picture,
     schedule_picture,
-    step_picture,
 )
 from tests.cli.command import command, words_of
 from tests.refused import refused
@@ -43,8 +41,6 @@ def test_options_reach_the_picture() -> None:
     ):
         expected = data_picture.text(data_picture.deal(10, 4, **(data | options)))
         assert shown(f"data --samples 10 --workers 4 {line}") == expected + "\n"
-    step = planned_step(3, 32, 8)
-    exact = exact_step(6, 2)
     chart, naive = pipeline_chart, "--schedule naive --stages 2 --micro-batches 4"
     of_nodes = schedule("all_reduce", "hierarchical", 6, ranks_per_node=3)
     for line, expected in (
@@ -53,8 +49,6 @@ def test_options_reach_the_picture() -> None:
             schedule_picture.text(schedule("all_reduce", "recursive_doubling", 3)),
         ),
         ("hierarchical -n 6 --ranks-per-node 3", schedule_picture.text(of_nodes)),
-        ("step -n 3 --micro-batch 8", step_picture.text(step)),
-        ("exact -m 6 -n 2", exact_picture.text(exact)),
         ("pipeline", pipeline_picture.text(chart("1f1b", 4, 8))),
         (f"pipeline {naive} --backward 1.5", pipeline_picture.text(chart("naive", 2, 4, 1.5))),
     ):

@@ -19,9 +19,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.collectives import Kind
-    from lockstep.tools.show.exact_picture import ExactStep
     from lockstep.tools.show.pipeline_picture import Chart
-    from lockstep.tools.show.step_picture import DataParallelStep
 
 app = typer.Typer(no_args_is_help=True)
 Ranks = Annotated[int, typer.Option("--workers", "-n", help="Number of ranks.")]
@@ -41,73 +39,6 @@ def _show(
     else:
         picture.drawing(*arguments).save(out)
         print(f"{out}: {title()}")
-
-
-@app.command("step", cls=GroupedCommand)
-def step(
-    workers: Ranks = 2,
-    batch: GlobalBatch = 32,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(help="Samples of one forward. Default: one micro-batch per rank."),
-    ] = None,
-    out: DrawnFile = None,
-) -> None:
-    """Show a data-parallel step, with the samples of each rank."""
-    from lockstep.tools.show import step_picture as picture
-
-    drawn = planned_step(workers, batch, micro_batch)
-    _show(picture, [drawn], lambda: picture.title(drawn), out)
-
-
-def planned_step(workers: int, batch: int, micro_batch: int | None) -> DataParallelStep:
-    """Plan a step as a training does. `micro_batch` is None for one micro-batch per rank. Raises
-    UsageError for sizes that cannot be divided.
-    """
-    at_least_one(workers=workers, batch=batch)
-    from lockstep.data.windows import Plan
-    from lockstep.tools.show.step_picture import DataParallelStep
-
-    size = -(-batch // workers) if micro_batch is None else micro_batch
-    plan = Plan(samples=batch, global_batch=batch, micro_batch=size)
-    cut = plan.cut(0)
-    slots = [cut.filled(rank, workers) for rank in range(workers)]
-    samples = []
-    for own in slots:  # a rank's micro-batches are consecutive
-        positions = [cut.positions(slot) for slot in own]
-        samples.append(range(positions[0].start, positions[-1].stop) if own else range(0))
-    return DataParallelStep(plan.describe(workers), batch, slots, samples)
-
-
-@app.command("exact", cls=GroupedCommand)
-def exact(
-    micro_batches: Annotated[
-        int, typer.Option("--micro-batches", "-m", help="Micro-batches of an optimizer step.")
-    ] = 8,
-    workers: Ranks = 3,
-    out: DrawnFile = None,
-) -> None:
-    """Show the tree along which exact mode adds gradients."""
-    from lockstep.tools.show import exact_picture as picture
-
-    drawn = exact_step(micro_batches, workers)
-    _show(picture, [drawn], lambda: picture.title(drawn)[0], out)
-
-
-def exact_step(micro_batches: int, workers: int) -> ExactStep:
-    """Divide the micro-batches among ranks, and add them, as a training does."""
-    at_least_one(micro_batches=micro_batches, workers=workers)
-    from lockstep.collectives.addition_order import Block, blocks, tree  # imports torch
-    from lockstep.data.windows import Plan
-    from lockstep.tools.show.exact_picture import ExactStep
-
-    cut = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1).cut(0)
-    slots = [cut.share(rank, workers) for rank in range(workers)]
-    added = []
-    for own in slots:
-        added.append([range(first, first + size) for first, size in blocks(own)])
-    order = tree(tuple(Block(slot, 1) for slot in range(micro_batches)))
-    return ExactStep(slots, added, order)
 
 
 class Split(StrEnum):
@@ -179,9 +110,25 @@ def mesh(
 
     grid = Mesh.read(mesh)
     layers = None if task is None else _stages(task, grid.pipeline)
-    samples = planned_step(grid.replicas, batch, micro_batch).samples
+    samples = shares(grid.replicas, batch, micro_batch)
     ranks = picture.places(grid, nodes, samples, layers)
     _show(picture, [ranks, grid, nodes], lambda: picture.title(grid, nodes), out)
+
+
+def shares(replicas: int, batch: int, micro_batch: int | None) -> list[range]:
+    """Return the samples of each replica, as a training divides a batch among them. `micro_batch` is
+    None for one micro-batch per replica. Raises UsageError for sizes that cannot be divided.
+    """
+    at_least_one(batch=batch)
+    from lockstep.data.windows import Plan
+
+    size = -(-batch // replicas) if micro_batch is None else micro_batch
+    cut = Plan(samples=batch, global_batch=batch, micro_batch=size).cut(0)
+    samples = []
+    for rank in range(replicas):  # a rank's micro-batches are consecutive
+        positions = [cut.positions(slot) for slot in cut.filled(rank, replicas)]
+        samples.append(range(positions[0].start, positions[-1].stop) if positions else range(0))
+    return samples
 
 
 def _stages(task: str, stages: int) -> list[list[str]]:

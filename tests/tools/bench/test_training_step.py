@@ -162,3 +162,19 @@ def test_the_fastest() -> None:
     assert [line.split()[0] for line in lines[2:6]] == ["variant", "sharded", "ddp:25", "stepper"]
     assert lines[-2] == "weights is left out: no memory"
     assert lines[-1].endswith("sharded with 1 thread; ddp:25 with 2 threads takes +100.0 %")
+
+
+def test_of_rows_that_are_as_fast_the_one_with_the_fewest_options() -> None:
+    rows = [
+        StepRow(variant="wrapper", threads=1, seconds=[0.99]),
+        StepRow(variant="sharded", threads=1, seconds=[1.0]),
+        StepRow(variant="stepper", threads=2, seconds=[1.015]),
+        StepRow(variant="weights", threads=1, seconds=[1.04]),
+    ]
+    compared = replace(COMPARISON, rows=rows)
+    assert compared.fastest is rows[2]
+    assert [row.variant for row in rows if row.level_with(rows[0])] == ["wrapper", "sharded"]
+    last = text(compared).splitlines()[-1]
+    assert last.endswith("stepper with 2 threads; as fast, within 2 %: wrapper with 1 thread, sharded with 1 thread")  # fmt: skip
+    slower = [*rows[:2], replace(rows[2], seconds=[1.03]), rows[3]]
+    assert replace(compared, rows=slower).fastest is rows[1]

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.cli.show import planned_step
+from lockstep.cli.show import shares
 from lockstep.config.mesh import Mesh
 from lockstep.tools.drawing import Drawing
 from lockstep.tools.show import mesh_picture as picture
@@ -20,12 +20,12 @@ def shown(text: str) -> str:
 
 
 def text(mesh: Mesh, nodes: int = 1, layers: list[list[str]] | None = None) -> str:
-    samples = planned_step(mesh.replicas, 32, None).samples
+    samples = shares(mesh.replicas, 32, None)
     return picture.text(picture.places(mesh, nodes, samples, layers), mesh, nodes)
 
 
 def drawn(mesh: Mesh, nodes: int = 1) -> Drawing:
-    samples = planned_step(mesh.replicas, 32, None).samples
+    samples = shares(mesh.replicas, 32, None)
     return picture.drawing(picture.places(mesh, nodes, samples), mesh, nodes)
 
 

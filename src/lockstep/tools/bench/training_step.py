@@ -37,6 +37,8 @@ VARIANTS = ("ddp:5", "ddp:25", "ddp:100", "wrapper", *OPTIONS)
 _WINDOWS = 4  # that the steps cycle through
 _ROUNDS = 3
 _NEAR = 1.2  # of the best median: a variant above it is out
+LEVEL = 1.02
+"""Variants whose medians differ by less are as fast as each other: a second run may turn them round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,10 @@ class StepRow:
         turns = min(len(self.seconds), len(other.seconds))
         return statistics.median(other.seconds[:turns]) / statistics.median(self.seconds[:turns])
 
+    def level_with(self, other: StepRow) -> bool:
+        """Whether it is not slower than the other row by more than runs differ."""
+        return self.ratio(other) * LEVEL > 1
+
     def __str__(self) -> str:
         return f"{self.variant} with {counted(self.threads, 'thread')}"
 
@@ -91,8 +97,15 @@ class StepComparison:
 
     @property
     def fastest(self) -> StepRow | None:
-        """The fastest row of those that `lockstep train` can run."""
-        return next((row for row in self.rows if row.variant in OPTIONS), None)
+        """The fastest row of those that `lockstep train` can run. Of rows that are as fast as each
+        other it is the one with the fewest options.
+        """
+        ours = [row for row in self.rows if row.variant in OPTIONS]
+        if not ours:
+            return None
+        names = [*OPTIONS]
+        level = [row for row in ours if row.level_with(ours[0])]
+        return min(level, key=lambda row: names.index(row.variant))
 
     def as_json(self) -> dict[str, Any]:
         names = {"ddp": str(self.ddp), "fastest": str(self.fastest)}
@@ -352,10 +365,18 @@ def text(comparison: StepComparison) -> str:
     ]
     for name, reason in comparison.left_out.items():
         lines.append(f"{name} is left out: {reason}")
-    fastest = comparison.fastest
-    if fastest is not None:
-        line = f"the fastest that `lockstep train` runs: {fastest}"
-        for other in [row for row in comparison.rows if row is not fastest][:1]:
-            line += f"; {other} takes {100 * (fastest.ratio(other) - 1):+.1f} %"
-        lines.append(line)
+    if comparison.fastest is not None:
+        lines.append(_choice(comparison.fastest, comparison.rows))
     return "\n".join(lines)
+
+
+def _choice(fastest: StepRow, rows: Sequence[StepRow]) -> str:
+    """Say how the chosen row stands among the others."""
+    words = f"the fastest that `lockstep train` runs: {fastest}"
+    others = [row for row in rows if row is not fastest]
+    level = [row for row in others if row.level_with(fastest)]
+    if level:
+        return f"{words}; as fast, within {100 * (LEVEL - 1):.0f} %: {', '.join(map(str, level))}"
+    if others:
+        return f"{words}; {others[0]} takes {100 * (fastest.ratio(others[0]) - 1):+.1f} %"
+    return words

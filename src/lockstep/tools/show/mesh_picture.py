@@ -18,7 +18,6 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing
-from lockstep.tools.show.step_picture import between
 from lockstep.tools.timing.output_files import counted, table
 
 DRAWN = 64
@@ -53,8 +52,13 @@ class MeshRank:
     """The part of each layer that it holds; empty for the whole layers."""
 
     def lines(self, shares: int) -> list[str]:
-        samples = f"samples {between(self.samples)}" if self.samples else "no samples"
+        samples = f"samples {_between(self.samples)}" if self.samples else "no samples"
         return [f"share {self.share} of {shares}: {samples}", self.holds, self.part]
+
+
+def _between(numbers: range) -> str:
+    """Format a range: `0-15`, `7`."""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
 
 
 def places(
