@@ -1,6 +1,7 @@
 """Whether the variant that `lockstep bench train` names is the fastest one in a second run too.
 
-    python benchmarks/fastest.py --workers 2 --models digits,small-mlp --tries 10
+    python benchmarks/fastest.py --workers 2 --models small-mlp --tries 10
+    python benchmarks/fastest.py --workers 2 --models digits --steps 100 --tries 10
 
 Each try measures twice. The first run chooses a variant that `lockstep train` can run; in the second one
 no variant of all may be faster by 2 % or more. Run it on a quiet machine.

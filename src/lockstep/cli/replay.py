@@ -51,7 +51,7 @@ class ReplayChoice:
     """Also name the K samples with the highest losses, and their shares of the gradient."""
     slot: Annotated[int | None, Knob("run", unit="S", least=0, default="0", common=True)] = None
     """Micro-batch for --break and --to."""
-    stop: Annotated[
+    break_at: Annotated[
         Literal["forward", "backward", "step"] | None,
         Knob("run", flags=("--break",), common=True),
     ] = None
@@ -67,7 +67,7 @@ class ReplayChoice:
 
     def __post_init__(self) -> None:
         knob.check(self)
-        if self.stop is not None and self.workers not in (None, 1):
+        if self.break_at is not None and self.workers not in (None, 1):
             raise UsageError(
                 "options-exclude-each-other",
                 one="--break",
@@ -76,7 +76,7 @@ class ReplayChoice:
             )
         looks = {
             "--samples": self.samples > 0,
-            "--break": self.stop is not None,
+            "--break": self.break_at is not None,
             "--to": self.to is not None,
         }
         for option, given in looks.items():
@@ -87,7 +87,7 @@ class ReplayChoice:
                     other=option,
                     reason="it looks at no step; look at the one that it names",
                 )
-        if self.slot is not None and self.stop is None and self.to is None:
+        if self.slot is not None and self.break_at is None and self.to is None:
             raise UsageError(
                 "option-missing",
                 option="--slot",
@@ -143,14 +143,17 @@ def replay(
 
 def _bisect(path: Path, run: Run, options: ReplayChoice) -> bool:
     """Print the first step that cannot be reproduced. Return whether all can."""
-    from lockstep.tools.replay.bisect_run import first_irreproducible
+    from lockstep.tools.replay.bisect_run import first_irreproducible, in_words
     from lockstep.tools.replay.steps import steps_of
 
     first, last = steps_of(options.step or "all", run)
     result = first_irreproducible(
         run, first, last, workers=options.workers, device=options.device, say=_progress
     )
-    _print_bisected(path, first, last, result)
+    if result is None:
+        print(f"replay: {in_words(run, first, last)} of {path} can be reproduced")
+    else:
+        _print_bisected(path, result)
     write_json(options.json_file, _bisected_json(path, result))
     return result is None
 
@@ -169,7 +172,7 @@ def _look(path: Path, run: Run, options: ReplayChoice) -> bool:
         first=first,
         last=last,
         samples=options.samples,
-        stop=options.stop,
+        stop=options.break_at,
         slot=options.slot or 0,
         folder=options.to,
     )
@@ -326,10 +329,7 @@ def _step_json(
     return step
 
 
-def _print_bisected(run: Path, first: int, last: int, result: Irreproducible | None) -> None:
-    if result is None:
-        print(f"replay: steps {first} to {last} of {run} can be reproduced")
-        return
+def _print_bisected(run: Path, result: Irreproducible) -> None:
     if result.loss is not None:
         verdict = _verdict(result.loss, exact=result.plan.settings.exact)
         print(

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep import runs
 from lockstep.config.settings import Settings
-from lockstep.tools.replay.bisect_run import first_irreproducible
+from lockstep.tools.replay.bisect_run import first_irreproducible, in_words
 from lockstep.tools.replay.computed import ComputedStep, Detail
 from lockstep.tools.replay.samples import row_of
 from lockstep.tools.replay.steps import compare, compute, plan_of, ranks_by_slot, steps_of
@@ -248,6 +249,13 @@ def test_a_slot_that_the_step_does_not_have(exact: Path, tmp_path: Path) -> None
 
 
 # -- steps that cannot be reproduced -------------------------------------------------------------
+
+
+def test_steps_that_were_left_out_are_counted(exact: Path) -> None:
+    run = runs.read(exact)
+    assert in_words(run, 2, 9) == "steps 2 to 9"
+    fewer = replace(run, steps=[record for record in run.steps if record.step not in (4, 5, 12)])
+    assert in_words(fewer, 2, 9) == "steps 2 to 9 (2 were left out)"
 
 
 def test_the_step_after_a_flipped_bit_is_named(

@@ -68,9 +68,16 @@ def first_irreproducible(
                 parameter=computed.differing,
                 events=_events(run, plan.begin, end),
             )
-        say(f"steps {plan.begin + 1} to {end} can be reproduced")
+        say(f"{in_words(run, plan.begin + 1, end)} can be reproduced")
         begin = end + 1
     return None
+
+
+def in_words(run: Run, first: int, last: int) -> str:
+    """Name steps, and say how many of them `--skip` left out."""
+    recorded = sum(first <= record.step <= last for record in run.steps)
+    left_out = last - first + 1 - recorded
+    return f"steps {first} to {last}" + (f" ({left_out} were left out)" if left_out else "")
 
 
 def _checkpoint_after(run: Run, step: int) -> CheckpointRecord | None:

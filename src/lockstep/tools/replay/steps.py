@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,10 +97,11 @@ class ReplayPlan:
     def seconds(self) -> float:
         """About how long it takes, by the recorded times; nan if they are unknown."""
         times = []
+        workers = min(self.settings.workers, os.cpu_count() or 1)
         for record in self.run.steps:
             if self.begin < record.step <= self.last and record.samples_per_s > 0:
                 busy = sum(record.samples_by_rank) / record.samples_per_s
-                times.append(busy * len(record.samples_by_rank) / self.settings.workers)
+                times.append(busy * len(record.samples_by_rank) / workers)
         return sum(times) / len(times) * self.count if times else math.nan
 
     def tolerance(self, step: int) -> float:
