@@ -53,7 +53,7 @@ def tried(name: str, options: argparse.Namespace) -> bool:
     again = next(
         row for row in rows if (row.variant, row.threads) == (chosen.variant, chosen.threads)
     )
-    slower = 100 * (again.ratio(rows[0]) ** -1 - 1)
+    slower = 100 * (rows[0].ratio(again) - 1)
     print(f"  {chosen}: {slower:.1f} % slower than {rows[0]}", flush=True)
     return again.level_with(rows[0])
 

@@ -231,8 +231,8 @@ def pytest_terminal_summary(
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A file that takes five times as long fails the run: with less, other programs may be why."""
-    if session.exitstatus == pytest.ExitCode.OK and _slow_files(session.config, times=5):
+    """A file that takes three times as long fails the run: with less, other programs may be why."""
+    if session.exitstatus == pytest.ExitCode.OK and _slow_files(session.config, times=3):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

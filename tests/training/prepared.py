@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    TensorDataset,
-)
+from torch.utils.data import TensorDataset
 
 from tests.teams import on_team
 
@@ -54,6 +52,3 @@ def same_on_all(train: Callable[..., list[Tensor]], ranks: tuple[int, ...] = RAN
     for result in results[1:]:
         assert equal(results[0], result)
     return results[0]
-
-
-# -- one model ------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ from tests.training.prepared import (
     state_of,
 )
 
+# -- one model ------------------------------------------------------------------------------------
+
 
 def usual_loop(
     world: lockstep.World, net: Callable[[], nn.Module] = noisy_net, **options: Any
@@ -648,7 +650,7 @@ def test_a_closure_that_may_mean_another_batch_is_refused(ranks: int) -> None:
     assert on_team(unbound, ranks) == ["closure-not-bound"] * ranks
 
 
-# -- runs -----------------------------------------------------------------------------------------
+# -- streams, several loaders, carried states -----------------------------------------------------
 
 
 class Numbers(IterableDataset[Tensor]):
@@ -704,6 +706,9 @@ def in_turns(world: lockstep.World) -> list[Tensor]:
 
 def test_loaders_train_one_model_in_turns() -> None:
     same_on_all(in_turns)
+
+
+# -- other losses and other models ----------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):

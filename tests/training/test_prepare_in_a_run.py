@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep import runs
@@ -21,13 +19,7 @@ from lockstep.checkpoints.folders import written
 from lockstep.errors import Preempted, UsageError
 from lockstep.testing import run_ranks
 from lockstep.tools.verify.finished_runs import differences
-from tests.training.prepared import (
-    equal,
-    plain_net,
-    same_on_all,
-    samples,
-    state_of,
-)
+from tests.training.prepared import equal, plain_net, same_on_all, samples, state_of
 
 
 def keeping_another(world: lockstep.World, folder: str) -> str:
@@ -216,7 +208,7 @@ def test_a_loop_that_counts_from_0_is_refused_after_a_resume(tmp_path: Path) -> 
     assert run_ranks(counted_again, 3, (folder, "range")) == ["epochs-after-resume"] * 3
 
 
-# -- streams, several loaders, carried states -----------------------------------------------------
+# -- carried states -------------------------------------------------------------------------------
 
 
 def recurrent(world: lockstep.World, folder: str | None = None, leave: int = 99) -> list[Tensor]:
@@ -275,6 +267,3 @@ def test_a_hidden_state_is_saved_with_the_run(tmp_path: Path) -> None:
         run_ranks(recurrent, 3, (folder, 5))
         for state in run_ranks(recurrent, ranks, (folder,)):
             assert equal(state, expected)
-
-
-# -- other losses and other models ----------------------------------------------------------------

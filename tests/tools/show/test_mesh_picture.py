@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from textwrap import dedent
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.cli.show import shares
 from lockstep.config.mesh import Mesh
@@ -27,6 +30,18 @@ def text(mesh: Mesh, nodes: int = 1, layers: list[list[str]] | None = None) -> s
 def drawn(mesh: Mesh, nodes: int = 1) -> Drawing:
     samples = shares(mesh.replicas, 32, None)
     return picture.drawing(picture.places(mesh, nodes, samples), mesh, nodes)
+
+
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(1, 60))
+def test_every_sample_is_in_one_share(replicas: int, batch: int, micro_batch: int) -> None:
+    held = itertools.chain(*shares(replicas, batch, min(micro_batch, batch)))
+    assert list(held) == list(range(batch))
+
+
+def test_shares_with_more_with_fewer_and_with_nothing() -> None:
+    assert shares(4, 9, 4) == [range(4), range(4, 8), range(8, 9), range(0)]
+    with refused("wrong-value", name="batch", value=0):
+        shares(2, 0, None)
 
 
 def test_data_and_pipeline_on_two_nodes() -> None:

@@ -75,8 +75,7 @@ def first_irreproducible(
 
 def in_words(run: Run, first: int, last: int) -> str:
     """Name steps, and say how many of them `--skip` left out."""
-    recorded = sum(first <= record.step <= last for record in run.steps)
-    left_out = last - first + 1 - recorded
+    left_out = sum(run.step(step) is None for step in range(first, last + 1))
     return f"steps {first} to {last}" + (f" ({left_out} were left out)" if left_out else "")
 
 
