@@ -302,8 +302,10 @@ Wrappers = Mapping[str, Callable[[Setting, float], Baseline]]
 """Constructors of DDP variants by name; their argument `megabytes` is the bucket size."""
 OURS: Mapping[str, Callable[[Setting], Baseline]] = {
     "local": Loop,
+    "wrapper:auto": partial(Wrapped, reduce="auto"),
     "wrapper:native": partial(Wrapped, reduce="native"),
     "wrapper:shared": partial(Wrapped, reduce="shared_memory"),
+    "stepper:auto": partial(Stepped, reduce="auto", update="replicated"),
     "stepper:native": partial(Stepped, reduce="native", update="replicated"),
     "stepper:shared": partial(Stepped, reduce="shared_memory", update="replicated"),
     "stepper:sharded": partial(Stepped, reduce="auto", update="sharded", weights="separate"),
@@ -311,7 +313,7 @@ OURS: Mapping[str, Callable[[Setting], Baseline]] = {
 }
 
 
-def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Baseline]:
+def build(names: Sequence[str], setting: Setting, others: Wrappers) -> dict[str, Baseline]:
     """Build a variant for each name, each with its own model. Raises UsageError for an unknown
     name, ValueError if the task returns the same model twice.
     """

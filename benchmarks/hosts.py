@@ -1,11 +1,13 @@
-"""Two hosts with two ranks each: gradients by hierarchical reduction against the backend's own, in
-turns, in one run.
+"""A training step on several hosts against torch's DistributedDataParallel over Gloo, in turns, in
+one run, on the same ranks.
 
-    sudo python benchmarks/hosts.py --rates 1gbit,10gbit
+    sudo python benchmarks/hosts.py
+    sudo python benchmarks/hosts.py --hosts 2 --ranks 1 --rates 1gbit --models small-mlp,transformer
 
-The hosts are two network namespaces of this machine with a link of that rate between them (ip and
-tc, from iproute2, and root). The ranks of all of them share its cores. A step is a forward, a
-backward and an AdamW step of a model with 24 MiB of gradients.
+The hosts are network namespaces of this machine, joined by links of that rate with a delay
+(namespaces.py; ip and tc, from iproute2, and root). The ranks of all of them share its cores. What
+is measured, and how, is in steps.py and baselines.py; "auto" is the reduction that Lockstep takes by
+itself, which is hierarchical where it is faster than native.
 """
 
 from __future__ import annotations
@@ -13,156 +15,119 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch.nn import functional as F
+import namespaces
+import steps
+from cases import CASES, task_of
+from lockstep.tools.timing.output_files import check_writable, write_json
 
-import lockstep
-from cases import small_mlp
-from lockstep.collectives.work import Work
-from lockstep.gradients.reductions import Hierarchical
-from lockstep.tools.timing.in_turns import Way, take_turns
-
-HOSTS = ("10.77.0.1", "10.77.0.2")
-WAYS = ("native", "hierarchical")
-MIB = 2**20
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextmanager
-def two_hosts(rate: str) -> Iterator[list[str]]:
-    """Two network namespaces with a link between them."""
-    names = ["lockstep-a", "lockstep-b"]
-    links = ["lockstep-va", "lockstep-vb"]
-    for name in names:
-        _ip("netns", "add", name)
-    try:
-        _ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(names, links, HOSTS, strict=True):
-            _ip("link", "set", link, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            _ip("-n", name, "link", "set", link, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            limit = ["rate", rate, "burst", "1mb", "latency", "50ms"]
-            subprocess.run(
-                ["tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *limit], check=True
-            )
-        yield names
-    finally:
-        for name in names:
-            _ip("netns", "del", name)
+VARIANTS = (
+    "local",
+    "ddp:1",
+    "ddp:5",
+    "ddp:25",
+    "wrapper:native",
+    "stepper:native",
+    "wrapper:auto",
+    "stepper:auto",
+)
+_PORT = "29500"
 
 
-def start_rank(
-    rank: int, host: str, link: str, options: argparse.Namespace, out: Path
-) -> subprocess.Popen[bytes]:
-    node, local = divmod(rank, 2)
-    environment = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": str(node),
-        "MASTER_ADDR": HOSTS[0],
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": link,
-    }
-    words = [sys.executable, __file__, "--rank-writes", str(out), "--steps", str(options.steps)]
-    return subprocess.Popen(["ip", "netns", "exec", host, *words], env=environment)
-
-
-def measure(steps: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds on the slowest rank of all-reduces of 1 and 24 MiB, and of whole steps."""
-    with lockstep.init(backend="gloo") as world:
-        steppers = {name: training(world, name) for name in WAYS}
-        found: dict[str, dict[str, list[float]]] = {}
-        for mib in (1, 24):
-            tensor = torch.zeros(mib * MIB // 4)
-            over = Hierarchical(world.group)
-            over.allocate([tensor.numel()], [torch.float32])
-            ways: tuple[Way, Way] = (
-                partial(_wait, world.group.all_reduce, tensor),
-                partial(_wait, over.start_sum, 0, "in a benchmark"),
-            )
-            found[f"all-reduce {mib} MiB"] = take_turns(
-                dict(zip(WAYS, ways, strict=True)), steps, world
-            )
-        found["step, 24 MiB"] = take_turns(steppers, steps, world)
-        return found
-
-
-def _wait(start: Callable[..., Work], *arguments: object) -> None:
-    start(*arguments).wait()
-
-
-def training(world: lockstep.World, reduce: str) -> Way:
-    torch.manual_seed(0)
-    model = small_mlp()
-    stepper = lockstep.Stepper(
-        model, torch.optim.AdamW(model.parameters(), fused=True), reduce=reduce, world=world
+def compare(
+    hosts: int, ranks: int, rate: str, model: str, options: argparse.Namespace
+) -> steps.StepComparison:
+    """Measure on so many hosts with so many ranks each."""
+    variants = options.variants.split(",")
+    size = hosts * ranks
+    with (
+        namespaces.hosts(hosts, rate, options.delay / 2000) as made,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        started = []
+        for rank in range(size):
+            node, local = divmod(rank, ranks)
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GROUP_RANK": str(node),
+                "MASTER_ADDR": made[0].address,
+                "MASTER_PORT": _PORT,
+                "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
+                "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # as ranks of Lockstep's launcher
+            }
+            words = [sys.executable, __file__, "--on-rank", folder, "--models", model]
+            words += ["--variants", options.variants, "--steps", str(options.steps)]
+            log = f"{folder}/{rank}.log"
+            started.append(made[node].start(words, environment=environment, log=log))
+        codes = [process.wait() for process in started]
+        if any(codes):
+            wrong = next(rank for rank, code in enumerate(codes) if code)
+            sys.exit(Path(folder, f"{wrong}.log").read_text())
+        found = json.loads(Path(folder, "found.json").read_text())
+    rows = [
+        steps.StepRow(variant=name, seconds=found["seconds"][name], apart=found["apart"].get(name))
+        for name in variants
+    ]
+    return steps.StepComparison(
+        task=model,
+        recipe=f"{hosts} hosts x {ranks}, {rate}, {options.delay:g} ms there and back",
+        workers=size,
+        device="cpu",
+        precision="fp32",
+        steps=options.steps,
+        gradient_mib=found["gradient_mib"],
+        rows=rows,
+        notes=found["notes"],
     )
-    generator = torch.Generator().manual_seed(world.rank)
 
-    def step() -> None:
-        batch = (
-            torch.randn(32, 1024, generator=generator),
-            torch.randint(0, 1024, (32,), generator=generator),
-        )
-        for x, y in stepper.micro_batches([batch]):
-            stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
-        stepper.step()
 
-    return step
+def on_rank(folder: Path, model: str, options: argparse.Namespace) -> None:
+    """Be a rank."""
+    size = int(os.environ["WORLD_SIZE"])
+    found = steps.on_rank(
+        partial(task_of, model, size, False), options.variants.split(","), options.steps, "cpu", {}
+    )
+    if os.environ["RANK"] == "0":
+        Path(folder, "found.json").write_text(json.dumps(asdict(found)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", default="1gbit,10gbit", help="of the link, as tc writes them")
+    parser.add_argument("--hosts", default="2,4")
+    parser.add_argument("--ranks", default="2", help="of a host")
+    parser.add_argument("--rates", default="1gbit,10gbit", help="of a link, as tc writes them")
+    parser.add_argument("--delay", type=float, default=1.0, help="ms there and back; 0: none")
+    parser.add_argument("--models", default="small-mlp", help=f"some of {', '.join(CASES)}")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank-writes", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--on-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_writes is not None:
-        found = measure(options.steps)
-        if os.environ["RANK"] == "0":
-            options.rank_writes.write_text(json.dumps(found))
+    if options.on_rank is not None:
+        on_rank(options.on_rank, options.models, options)
         return
-    report = {}
-    for rate in options.rates.split(","):
-        out = Path(f"hosts-{os.getpid()}.json")
-        with two_hosts(rate) as hosts:
-            ranks = [
-                start_rank(
-                    rank, hosts[rank // 2], ("lockstep-va", "lockstep-vb")[rank // 2], options, out
-                )
-                for rank in range(4)
-            ]
-            codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            sys.exit(f"the ranks ended with codes {codes}")
-        report[rate] = json.loads(out.read_text())
-        out.unlink()
-        print(f"link of {rate}, 2 hosts x 2 ranks, {options.steps} runs each")
-        for what, seconds in report[rate].items():
-            native, ours = (statistics.median(seconds[name]) for name in WAYS)
-            print(
-                f"  {what:<20} native {1e3 * native:8.1f} ms   hierarchical {1e3 * ours:8.1f} ms  "
-                f" native / it {native / ours:5.2f}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+    check_writable(options.json, "--json")
+    if reason := namespaces.why_not():
+        parser.error(reason)
+    every = []
+    for hosts in map(int, options.hosts.split(",")):
+        for ranks in map(int, options.ranks.split(",")):
+            for rate in options.rates.split(","):
+                for model in options.models.split(","):
+                    every.append(compare(hosts, ranks, rate, model, options))
+                    print(steps.text(every[-1]), end="\n\n", flush=True)
+    write_json(options.json, {"hosts": [found.as_json() for found in every]})
+    sys.exit(1 if any(found.wrong for found in every) else 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ the same rate in both directions.
     host 2 --- rate ---+
 
 They share the machine's cores and files. Needs root, ip and tc (iproute2).
+
+With a delay, a process (wire.py) carries the packets in place of the switch and tc: the kernel that
+this was written on cannot delay them. It takes a part of a core, the more the faster the link is.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from wire import carried
+
 INTERFACE = "wire0"
 _TOOLS = ("ip", "tc")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SLOWEST, _FASTEST = 10e6, 1e9  # bits per second
+_SLOWEST, _FASTEST = 10e6, 10e9  # bits per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,11 @@ class Host:
 
 
 def bits_per_second(rate: str) -> float:
-    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 1gbit:
-    faster is no limit here.
-    """
+    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 10gbit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not _SLOWEST <= bits <= _FASTEST:
-        raise ValueError(f"--rate {rate}: give a rate from 10mbit to 1gbit, such as 100mbit")
+        raise ValueError(f"--rate {rate}: give a rate from 10mbit to 10gbit, such as 100mbit")
     return bits
 
 
@@ -70,13 +73,28 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def hosts(count: int, rate: str | None) -> Iterator[list[Host]]:
+def hosts(count: int, rate: str | None, delay: float = 0.0) -> Iterator[list[Host]]:
     """So many hosts around a switch; None: links without a limit. Nothing is left of them, nor
     of what runs in them.
+
+    Args:
+        count: hosts.
+        rate: of each link, in each direction.
+        delay: seconds from host to host; needs a rate.
     """
     tag = f"lsl{os.getpid()}"
     switch = f"{tag}s"
     made: list[Host] = []
+    if delay and rate is not None:
+        made = [Host(f"{tag}h{number}", f"10.79.0.{number + 1}") for number in range(count)]
+        try:
+            for host in made:
+                _ip("netns", "add", host.namespace)
+            with carried(made, INTERFACE, bits_per_second(rate), delay):
+                yield made
+        finally:
+            _remove(made)
+        return
     _ip("netns", "add", switch)
     try:
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -109,13 +127,18 @@ def hosts(count: int, rate: str | None) -> Iterator[list[Host]]:
                 _limit(switch, port, rate)
         yield made
     finally:
-        for host in made:
-            for pid in subprocess.run(
-                ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=False
-            ).stdout.split():
-                subprocess.run(["kill", "-9", pid], check=False)
-        for namespace in (*(host.namespace for host in made), switch):
-            subprocess.run(["ip", "netns", "del", namespace], check=False)
+        _remove(made)
+        subprocess.run(["ip", "netns", "del", switch], check=False)
+
+
+def _remove(made: list[Host]) -> None:
+    """End what runs in these hosts, and remove them."""
+    for host in made:
+        for pid in subprocess.run(
+            ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=False
+        ).stdout.split():
+            subprocess.run(["kill", "-9", pid], check=False)
+        subprocess.run(["ip", "netns", "del", host.namespace], check=False)
 
 
 def change_rate(host: Host, number: int, rate: str) -> None:

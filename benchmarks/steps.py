@@ -164,7 +164,7 @@ def measure(
     if not names:
         reasons = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
         raise UsageError("no-variant-left", reasons=reasons)
-    measured = launch(_on_rank, workers=workers, args=(source, names, steps, kind, others))[0]
+    measured = launch(on_rank, workers=workers, args=(source, names, steps, kind, others))[0]
     rows = []
     for name in names:
         peak_mib = None
@@ -213,7 +213,7 @@ def _check(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """The result of one measurement."""
 
     recipe: str
@@ -223,13 +223,16 @@ class _Found:
     notes: list[str]
 
 
-def _on_rank(
+def on_rank(
     source: Callable[[], Task],
-    names: list[str],
+    names: Sequence[str],
     steps: int,
     device: Device,
     others: baselines.Wrappers,
-) -> _Found:
+) -> Found:
+    """Take the variants' steps in turns on this rank, in the world that the environment names.
+    Every rank calls it alike.
+    """
     task = source()
     with init(backend=backend_of(device)) as world, matmul_precision(task.precision):
         data = feed(task, task.precision, world)
@@ -264,7 +267,7 @@ def _on_rank(
         apart = _apart(compared, start, world)
         trained = [parameter for parameter in first.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        return _Found(data.recipe, seconds, apart, size / 2**20, notes)
+        return Found(data.recipe, seconds, apart, size / 2**20, notes)
 
 
 def _turns(variant: baselines.Baseline, data: Feed) -> Callable[[], None]:

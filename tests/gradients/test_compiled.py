@@ -1,4 +1,6 @@
-"""Gradients of compiled modules leave during the backward, whoever compiles what."""
+"""Compiled modules: gradients leave during the backward, whoever compiles what, and nothing of ours
+makes the compiler start anew or break a graph.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.gradients.bucket import cut_by_buckets
@@ -108,3 +112,81 @@ def test_the_setting_is_put_back_also_after_an_exception() -> None:
     assert ddp._active_ddp_module is None
     with cut_by_buckets(5 * 2**20, wanted=False):
         assert ddp._active_ddp_module is None
+
+
+class Noisy(nn.Module):
+    """With BatchNorm, whose statistics a step puts back, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+DOORS = ("wrapper inside", "wrapper outside", "stepper", "stepper with a wrapper", "prepare")
+
+
+def settled(world: lockstep.World, door: str) -> tuple[int, int, dict[str, int]]:
+    """How many graphs there are after the second window, after the sixth, and the graph breaks."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    model, count = Noisy(), Counting()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphs = []
+    if door == "prepare":
+        model.compile(backend=count)
+        samples = TensorDataset(torch.randn(96, 6), torch.randint(3, (96,)))
+        prepared, optimizer, loader = lockstep.prepare(
+            model, optimizer, DataLoader(samples, batch_size=16), micro_batch=4, world=world
+        )
+        for x, y in loader:
+            F.cross_entropy(prepared(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.stepped:
+                graphs.append(count.graphs)
+        return graphs[1], graphs[-1], dict(breaks)
+    forward: Any = model
+    if door == "wrapper outside":
+        forward = torch.compile(lockstep.DistributedDataParallel(model), backend=count)
+    else:
+        model.compile(backend=count)
+        if door != "stepper":
+            forward = lockstep.DistributedDataParallel(model)
+    stepper = None
+    if door.startswith("stepper"):
+        stepper = lockstep.Stepper(model if door == "stepper" else forward, optimizer)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(6):
+        batches = [torch.randn(4, 6, generator=generator) for _ in range(2)]
+        if stepper is not None:
+            for x in stepper.micro_batches(batches):
+                stepper.backward(forward(x).square().sum(), weight=4)
+            stepper.step()
+        else:
+            with forward.no_sync():
+                forward(batches[0]).square().sum().backward()
+            forward(batches[1]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs.append(count.graphs)
+    return graphs[1], graphs[-1], dict(breaks)
+
+
+def at_each_door(world: lockstep.World) -> list[tuple[int, int, dict[str, int]]]:
+    return [settled(world, door) for door in DOORS]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_door_compiles_anew_after_the_second_window_or_breaks_a_graph(size: int) -> None:
+    for results in run_ranks(at_each_door, size):
+        for door, (second, last, breaks) in zip(DOORS, results, strict=True):
+            assert second > 0, door
+            assert last == second, door
+            assert not breaks, door
