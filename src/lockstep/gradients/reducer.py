@@ -506,8 +506,9 @@ class Reducer:
             self.on_first()
 
     def _keep_accumulated(self) -> None:
-        """Note which of a wrapper's small gradients are ready, from backwards that only accumulate.
-        The next one adds to them where they are.
+        """Note which of a wrapper's small gradients are ready though no bucket has them: of backwards
+        that only accumulate, and of one that has left out the last of their bucket. Where they are,
+        the next backward adds to them, and `finish` takes them.
         """
         for number, parameter in self._uncounted.items():
             self.ready[number] = parameter.grad is not None
@@ -553,8 +554,6 @@ class Reducer:
         buckets.
         """
         if not self._guarded:
-            if self.state is State.SENDING and self._uncounted:
-                self._count_small()
             self._keep_accumulated()
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
