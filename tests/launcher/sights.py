@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,20 @@ class Pages:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.used = 0.0, 0.0
+        self.sampled = 0
+        """How often the processor seconds of all processes were read."""
         self.states = {0: "sleeping", 1: "sleeping"}
         pids = {1 << 22: 0, 1 << 23: 1}
         monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: "")
-        monkeypatch.setattr(processes, "cpu_seconds", lambda pid: self.used)
+        monkeypatch.setattr(processes, "cpu_seconds", self._cpu_seconds)
         monkeypatch.setattr(processes, "state", lambda pid: self.states[pids[pid]])
         self.pids = {rank: pid for pid, rank in pids.items()}
         self.pages = [status.Page(status.file_of(folder, rank)) for rank in (0, 1)]
         self.watcher = Watcher(folder, FLOOR, lambda: self.now)
+
+    def _cpu_seconds(self, pids: Collection[int]) -> dict[int, float]:
+        self.sampled += 1
+        return dict.fromkeys(pids, self.used)
 
     def at(self, step: int, phase: str = "forward") -> None:
         """Both ranks have come there."""

@@ -81,3 +81,25 @@ def test_how_long_it_settles(
     result = ranks.run(failures=lambda now: known, stopping=lambda living: None)
     assert result.codes == dict(enumerate(codes))
     assert ended[0] == pytest.approx(seconds, abs=0.11)
+
+
+class OneByOne(Stub):
+    """All ranks run, and each wait ends with the end of the next one: no time passes."""
+
+    def wait(self, seconds: float) -> None:
+        self.of_ranks[self.of_ranks.index(None)] = 0
+
+    def groups(self, pids: Collection[int]) -> dict[int, dict[int, str]]:
+        return {}
+
+
+def test_ranks_that_end_one_by_one_are_not_all_looked_at_each_time() -> None:
+    """A look costs something for each rank, so N looks would cost N x N."""
+    server = OneByOne([None] * 50, {})
+    place = LocalRanks(count=50, size=50, address="127.0.0.1", port=1)
+    ranks = Ranks(server, place, lambda: server.seconds)  # type: ignore[arg-type]
+    ranks.start(Rank(rank=0, work=Target(module="lockstep.program"), records=""), lambda number: {})
+    looks: list[int] = []
+    ended = ranks.run(failures=lambda now: [], stopping=lambda pids: looks.append(len(pids)))
+    assert not ended.living
+    assert looks == [50]

@@ -12,7 +12,7 @@ import pytest
 from lockstep.config.launching import Launch
 from lockstep.launcher.stall_report import RankSnapshot, explain, suspects
 from lockstep.launcher.stalls import Slowness, Watcher
-from lockstep.runtime import processes
+from lockstep.runtime import processes, status
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.step_clock import PHASES
 from tests import pages as other_pages
@@ -191,6 +191,31 @@ def test_a_rank_that_is_stopped_in_its_users_code_is_named_where_nobody_waits(
     pages.states[1] = processes.STOPPED
     assert pages.after(99) is None
     assert "Rank 1 is stopped (SIGSTOP" in pages.stall(3).message
+
+
+def test_what_a_look_costs(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher looks 20 times a second; with a thousand ranks every read counts."""
+    reads = {"read_ticks": 0, "read": 0}
+
+    def counted(name: str) -> Callable[[Path], object]:
+        function = getattr(status, name)
+
+        def call(file: Path) -> object:
+            reads[name] += 1
+            return function(file)
+
+        return call
+
+    for name in reads:
+        monkeypatch.setattr(status, name, counted(name))
+    pages.at(5)
+    for _ in range(20):  # a second
+        pages.now += 0.05
+        pages.watcher.look(pages.pids)
+    assert reads["read_ticks"] <= 2 * 11, "a hundredth of the floor, for two ranks"
+    assert reads["read"] == 0, "nothing can be learnt from so short a time"
+    assert pages.after(8) is None
+    assert pages.sampled == 1, "for all ranks together"
 
 
 def test_one_page_that_changes_is_no_stall(pages: Pages) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.launcher.stop import HANDLED, Stop, note_signals
 from lockstep.runtime.failure_record import rank_file
-from lockstep.runtime.preemption import ASKED, HEEDS
+from lockstep.runtime.preemption import HEEDS, asked_file
 
 PIDS = {0: 100, 1: 101}
 Sent = list[tuple[int, int]]
@@ -67,7 +67,7 @@ def test_ranks_that_do_not_heed_and_all_ranks_at_a_quit_are_ended(
 def test_one_rank_that_is_asked_is_enough(tmp_path: Path, stop: Stop, sent: Sent) -> None:
     """Also while the others are not listening yet: they are waited for."""
     heeding(tmp_path, 1)
-    rank_file(tmp_path, 1, ASKED).touch()
+    asked_file(tmp_path).touch()
     assert not stop.now(tmp_path, PIDS)
     assert sent == []
     heeding(tmp_path, 0)
@@ -78,7 +78,7 @@ def test_one_rank_that_is_asked_is_enough(tmp_path: Path, stop: Stop, sent: Sent
 def test_a_rank_that_has_been_told_may_stop_heeding(tmp_path: Path, stop: Stop, sent: Sent) -> None:
     """Its world has closed, and it ends by itself."""
     heeding(tmp_path, 0, 1)
-    rank_file(tmp_path, 1, ASKED).touch()
+    asked_file(tmp_path).touch()
     assert not stop.now(tmp_path, PIDS)
     rank_file(tmp_path, 0, HEEDS).unlink()
     assert not stop.now(tmp_path, PIDS)

@@ -33,7 +33,7 @@ from lockstep.launcher.supervise import (
 )
 from lockstep.runtime import processes, status
 from lockstep.runtime.failure_record import Failure, Kind, rank_file
-from lockstep.runtime.preemption import ASKED, HEEDS, RESUMED, SAVED
+from lockstep.runtime.preemption import HEEDS, RESUMED, SAVED, asked_file
 from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.conftest import Run
 from tests.refused import refused
@@ -349,10 +349,10 @@ def test_ranks_are_asked_to_grow_only_if_they_have_saved_and_heed_signals(
         rank_file(tmp_path, 0, HEEDS).touch()
     for mark in (RESUMED, SAVED):
         assert watch.must_end({0: os.getpid()}) is None
-        assert not rank_file(tmp_path, 0, ASKED).exists()
+        assert not asked_file(tmp_path).exists()
         rank_file(tmp_path, 0, mark).touch()
     assert watch.must_end({0: os.getpid()}) is None
-    assert (rank_file(tmp_path, 0, ASKED).exists(), reports) == (heeds, [False, heeds])
+    assert (asked_file(tmp_path).exists(), reports) == (heeds, [False, heeds])
 
 
 def test_how_often_a_run_is_restarted() -> None:

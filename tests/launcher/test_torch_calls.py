@@ -134,7 +134,8 @@ dist.barrier()
         (tmp_path / "said").touch()
 
     monkeypatch.setattr("lockstep.launcher.supervise.print_line", say)
-    monkeypatch.setattr(processes, "cpu_seconds", lambda pid: 0.0)  # on a busy host: too few
+    # on a busy host: too few
+    monkeypatch.setattr(processes, "cpu_seconds", lambda pids: dict.fromkeys(pids, 0.0))
     code, _, err = run(START + script, launch=Launch(stall_after=2))
     assert code == 0, err
     assert "rank 1 waits in #1 (barrier at script.py:" in texts[0]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.runtime import processes
@@ -55,10 +56,29 @@ def test_a_process_that_sleeps_is_in_a_system_call_uses_no_processor_and_is_aske
     (tmp_path / "stack").touch()
     assert processes.ask_for_stack(sleeper.pid, tmp_path / "stack") == ""
     assert processes.activity(sleeper.pid) == "in a system call (sleep)"
-    assert processes.cpu_seconds(sleeper.pid) < 10
+    assert processes.cpu_seconds([sleeper.pid])[sleeper.pid] < 10
     sleeper.terminate()
     assert sleeper.wait() == -signal.SIGTERM
-    assert processes.cpu_seconds(sleeper.pid) == 0
+    assert processes.cpu_seconds([sleeper.pid]) == {sleeper.pid: 0}
+
+
+def test_processor_seconds_of_descendants_count_and_the_host_is_read_once(
+    sleeper: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
+    command = [sys.executable, "-c", code]
+    reads: list[None] = []
+    process_iter = psutil.process_iter
+    monkeypatch.setattr(psutil, "process_iter", lambda: reads.append(None) or process_iter())
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        used = processes.cpu_seconds([sleeper.pid, process.pid])
+        process.stdin.write("\n")
+    assert used[process.pid] > 0.25 + used[sleeper.pid]
+    assert len(reads) == 1
 
 
 def test_a_process_that_waits_for_a_core_is_queued(sleeper: subprocess.Popen[str]) -> None:

@@ -12,7 +12,7 @@ from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.saver import Commit
 from lockstep.errors import ExitCode, Preempted
 from lockstep.runtime.failure_record import rank_file
-from lockstep.runtime.preemption import ASKED, HEEDS
+from lockstep.runtime.preemption import HEEDS, asked_file
 from tests.simulation.disk import SimulatedPath
 from tests.simulation.launcher import Launcher
 from tests.simulation.machine import Machine
@@ -77,7 +77,7 @@ class Job:
             self.launcher.stop.note(number, None)
         elif ranks.heeding[0]:
             ranks.asked[0] = True
-            rank_file(self.launcher.directory, 0, ASKED).touch()
+            asked_file(self.launcher.directory).touch()
 
     def scheduler(self, *, alone: bool) -> None:
         """Asks once, and then until all is over."""

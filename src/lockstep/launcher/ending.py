@@ -184,9 +184,9 @@ class EndWatcher:
         its interpreter.
         """
         view = view_of(self._directory, rank)
-        now = self._checked - processes.queued_seconds(pid)
         if view is None or view.phase != "end":
             return
+        now = self._checked - processes.queued_seconds(pid)
         over = now - self._over.setdefault(rank, now)
         state = processes.state(pid)
         patience = _LAUNCHERS_PATIENCE * (_WORKS if state == processes.RUNNING else 1)

@@ -199,13 +199,17 @@ class Ranks:
             Stopped: `stopping` returned a farewell.
         """
         settled_at: float | None = None
+        look_at = self._clock()
         while True:
             state = self.state()
             living = state.living
-            stop = stopping(living) if living else None
-            if stop is not None:
-                self.end(stop)
-                raise Stopped
+            # every rank that ends ends the wait below, too
+            if living and self._clock() >= look_at:
+                look_at = self._clock() + _LOOK_SECONDS
+                stop = stopping(living)
+                if stop is not None:
+                    self.end(stop)
+                    raise Stopped
             failed = {rank for rank, code in state.codes.items() if code}
             if called_off():
                 break

@@ -44,6 +44,7 @@ from lockstep.runtime.processes import Pids
 from lockstep.runtime.status import View
 
 FLOOR = 30.0  # seconds
+_LOOKS = 100  # at the pages, in the allowed time
 _LEARNT = 5
 _LENIENT = 10
 _USERS = ("start", "loop", "end")
@@ -55,8 +56,8 @@ _QUICK = 0.1  # maximum share of time that the slow rank itself waits
 
 
 class Watcher:
-    """Watches the pages of ranks that were started together. `look` is called some twenty times a
-    second and costs a few small reads.
+    """Watches the pages of ranks that were started together. `look` may be called at any rate: it
+    reads the pages a hundred times in the floor of the allowed time.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Watcher:
         self._clock = clock
         self._other_nodes = elsewhere
         self._pids: dict[int, int] = {}  # also of ranks that have ended
-        self._cpu_seconds: dict[int, float] = {}  # by rank, at `_sampled`; empty before
+        self._cpu_seconds: dict[int, float] = {}  # by pid, at `_sampled`; empty before
         self._sampled = 0.0
         self._ticks: dict[int, int] = {}
-        self._changed = clock()
-        self._longest = 0.0  # longest quiet time that was no stall
+        self._look_at = self._changed = clock()
+        # longest quiet time that was no stall; a shorter one than this would change nothing
+        self._longest = floor / _LEARNT
         self._quiet = 0.0  # present quiet time, if it can be learnt from
         self._reported = False
         self._warned = False  # of what may still be no stall
@@ -88,6 +90,9 @@ class Watcher:
     def look(self, pids: Pids) -> Stall | None:
         """Return a stall, once, if there is one."""
         now = self._clock()
+        if now < self._look_at:
+            return None
+        self._look_at = now + self._floor / _LOOKS
         ticks = {}
         for rank in pids:
             tick = status.read_ticks(status.file_of(self._directory, rank))
@@ -102,14 +107,14 @@ class Watcher:
         if self._reported or quiet <= self._longest:
             return None
         if not self._cpu_seconds and quiet > self._floor / 2:
-            self._cpu_seconds = {rank: processes.cpu_seconds(pid) for rank, pid in pids.items()}
+            self._cpu_seconds = processes.cpu_seconds(pids.values())
             self._sampled = now
         # no leniency for ranks that another node waits for
         awaited = self._other_nodes is not None and self._other_nodes.waiting
         times = 1 if awaited else self._lenience(pids)
         if times == 1:
             self._quiet = quiet
-        usual = max(self._floor, _LEARNT * self._longest)
+        usual = _LEARNT * self._longest
         if quiet < usual:
             return None
         if quiet < times * usual:
@@ -206,7 +211,7 @@ class Watcher:
         works = False
         if plain and snapshot.view.phase == "start":
             activity = processes.activity(pid)
-            works = self._works(rank, pid, activity)
+            works = self._works(pid, activity)
         file = processes.stack_of(self._directory, rank)
         frames = _frames(pid, file)
         line = processes.users_line(frames)
@@ -228,13 +233,15 @@ class Watcher:
         stack = processes.format_stack(frames[-_LINES:]).rstrip()
         return replace(snapshot, line=line, stack=stack, activity=activity, works=works)
 
-    def _works(self, rank: int, pid: int, activity: str) -> bool:
+    def _works(self, pid: int, activity: str) -> bool:
         """Whether the rank uses the processor. On a busy host it may be ready to run, and get
         little of one.
         """
-        before = self._cpu_seconds.get(rank, math.inf)
+        if activity == "running":
+            return True
+        before = self._cpu_seconds.get(pid, math.inf)
         seconds = self._clock() - self._sampled
-        return activity == "running" or processes.cpu_seconds(pid) - before > _WORKS * (1 + seconds)
+        return processes.cpu_seconds([pid])[pid] - before > _WORKS * (1 + seconds)
 
 
 def _frames(pid: int, file: Path) -> list[FrameSummary]:

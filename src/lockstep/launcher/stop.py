@@ -25,7 +25,7 @@ from lockstep.errors import ExitCode
 from lockstep.launcher import ending
 from lockstep.launcher.failures import signal_name
 from lockstep.runtime.failure_record import rank_file
-from lockstep.runtime.preemption import ASKED, HEEDS, SIGNALS, restore_handlers
+from lockstep.runtime.preemption import HEEDS, SIGNALS, asked_file, restore_handlers
 from lockstep.runtime.processes import Pids
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -53,7 +53,7 @@ class Stop:
         tells them to. Called many times.
         """
         signalled = self.number is not None
-        if not signalled and not any(rank_file(directory, rank, ASKED).exists() for rank in pids):
+        if not signalled and not asked_file(directory).exists():
             return False
         if self.at_once:
             return True

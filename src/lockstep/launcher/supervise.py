@@ -31,7 +31,7 @@ from lockstep.launcher.stop import Stop, note_signals, print_line
 from lockstep.runtime import processes
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.failure_record import Failure, rank_file
-from lockstep.runtime.preemption import ASKED, HEEDS, RESUMED, SAVED
+from lockstep.runtime.preemption import HEEDS, RESUMED, SAVED, asked_file
 from lockstep.runtime.private import run_directory
 from lockstep.runtime.processes import Pids
 
@@ -212,7 +212,7 @@ class Watch:
         self.look_for_checkpoints()
         if self._grows and self._may_stop and not self.asked_to_grow:
             self.asked_to_grow = True
-            rank_file(self.directory, 0, ASKED).touch()
+            asked_file(self.directory).touch()
         if self.stop.now(self.directory, pids):
             return self._farewell()
         for report in self._end_watcher.check(pids):

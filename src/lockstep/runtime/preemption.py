@@ -24,10 +24,8 @@ from typing import Any
 from lockstep.runtime.failure_record import DIRECTORY, rank_file
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-HEEDS, ASKED = "heeds", "asked"
-"""Kinds of files that a rank leaves for the launcher. "heeds": it stops by itself when asked.
-"asked": it has been asked.
-"""
+HEEDS = "heeds"
+"""Kind of a file that a rank leaves for the launcher: it stops by itself when asked."""
 RESUMED, SAVED = "resumed", "saved"
 """Kinds of files that rank 0 leaves for the launcher. "resumed": it has loaded a checkpoint. "saved":
 it has saved one that it would resume from.
@@ -60,7 +58,17 @@ def _note_signal(number: int, frame: FrameType | None) -> None:
     global asked
     if not asked:
         asked = True
-        leave_mark(ASKED)
+        directory = os.environ.get(DIRECTORY)
+        if directory is not None:
+            with suppress(OSError):
+                asked_file(Path(directory)).touch()
+
+
+def asked_file(directory: Path) -> Path:
+    """Return the file that exists when some rank has been asked to stop. All ranks leave the same
+    one, so that the launcher looks for one, however many ranks there are.
+    """
+    return directory / "asked"
 
 
 def leave_mark(kind: str) -> None:

@@ -185,15 +185,24 @@ def activity(pid: int) -> str:
     return f"in a system call ({meanings[0] if meanings else function})"
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the processor seconds that the process and its living descendants have used."""
-    used = 0.0
-    with suppress(psutil.Error):
-        parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.Error):
-                used += sum(process.cpu_times()[:4])
-    return used
+def cpu_seconds(pids: Collection[int]) -> dict[int, float]:
+    """Return the processor seconds that each of these processes and its living descendants have
+    used. To find the descendants, all processes of the host are read, once.
+    """
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error), process.oneshot():
+            parents[process.pid] = process.ppid()
+            used[process.pid] = sum(process.cpu_times()[:4])
+    totals = dict.fromkeys(pids, 0.0)
+    for pid, seconds in used.items():
+        ancestor = pid
+        while ancestor and ancestor not in totals:
+            ancestor = parents.get(ancestor, 0)
+        if ancestor:
+            totals[ancestor] += seconds
+    return totals
 
 
 def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:
