@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from torch import Tensor
 import lockstep
 from lockstep import collectives
 from lockstep.collectives import fingerprints
-from lockstep.collectives.fingerprints import listed
+from lockstep.collectives.fingerprints import BLOCK, HostFingerprints, listed
 from lockstep.collectives.group import Group
 from lockstep.errors import (
     CollectiveMismatch,
@@ -25,6 +26,7 @@ from lockstep.errors import (
     PeerFailed,
     WorkerFailed,
 )
+from lockstep.runtime.processes import DEAD
 from lockstep.testing import run_ranks
 from tests.collectives.own_groups import group_of_its_own
 from tests.refused import refused
@@ -159,3 +161,29 @@ def test_hundreds_in_flight() -> None:
 def test_ranks_are_listed_shortly() -> None:
     texts = {listed(ranks) for ranks in ([2], [0, 1], [0, 1, 2, 3], [0, 2, 3])}
     assert texts == {"rank 2", "ranks 0,1", "ranks 0-3", "ranks 0,2,3"}
+
+
+def test_a_look_for_the_dead_asks_for_one_rank_and_for_the_next_one_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks wait and look. If each asked for all others, that would be N x N questions."""
+    asked: list[int] = []
+
+    def state(pid: int) -> str:
+        asked.append(pid)
+        return DEAD if pid == 107 else "sleeping"
+
+    monkeypatch.setattr(fingerprints, "state", state)
+    memory = mmap.mmap(-1, 9 * BLOCK)
+    page = HostFingerprints(memory, 2, range(9))
+    for rank in range(9):  # the pid is the third number of a rank's block
+        memory[rank * BLOCK + 16 : rank * BLOCK + 24] = (100 + rank).to_bytes(8, "little")
+    page.post(1, "all_reduce")
+    for looks in range(4):
+        page.look(1)
+        assert len(asked) == looks + 1
+    with refused("peer-has-ended", PeerFailed, peer=7, number=1):
+        for _ in range(5):
+            page.look(1)
+    assert len(set(asked)) == len(asked)
+    page.close()

@@ -6,8 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lockstep.errors import LockstepError
@@ -60,3 +62,30 @@ def test_a_stranger_at_a_port_that_a_library_opened_is_named() -> None:
         stranger.kill()
     accepted.close()
     listener.close()
+
+
+def test_only_the_sockets_of_this_process_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of the system list those of all ranks."""
+    tables: list[Path] = []
+    read_text = Path.read_text
+
+    def read(path: Path, *args: Any) -> str:
+        tables.append(path)
+        return read_text(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(psutil.Process, "net_connections", None)
+    with socket.create_server(("127.0.0.1", 0)), no_strangers("a library"):
+        listener = socket.create_server(("127.0.0.1", 0))
+    assert not tables, "nobody has called"
+    with listener, no_strangers("a library"):
+        caller = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    with caller, accepted:
+        assert not tables, "the port was open before"
+    with no_strangers("a library"):
+        listener = socket.create_server(("127.0.0.1", 0))
+        caller = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    with listener, caller, accepted:
+        assert tables == [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]

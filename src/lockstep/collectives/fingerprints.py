@@ -90,6 +90,7 @@ class HostFingerprints(Uncompared):
         self._rank = rank
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._others = [other for other in range(len(ranks)) if other != rank]
+        self._looks = rank
         self._header = rank * BLOCK // _WORD
         _HEADER.pack_into(memory, rank * BLOCK, 0, 0, os.getpid())
 
@@ -176,9 +177,8 @@ class HostFingerprints(Uncompared):
         """Compare once. Raise PeerFailed if a dead rank has not come to `number`, or is one of the
         `awaited` ranks (numbers in this group), for which this rank waits within the collective.
         """
-        if not self._all_here(number):
-            self._look_for_the_dead(number, self._missing(number))
-        self._look_for_the_dead(number, awaited)
+        missing = [] if self._all_here(number) else self._missing(number)
+        self._look_for_the_dead(number, [*missing, *awaited])
 
     def text_of(self, number: int) -> str:
         return self._text(self._rank, number) or ""
@@ -207,21 +207,27 @@ class HostFingerprints(Uncompared):
         return [other for other in self._others if self._words[other * BLOCK // _WORD] < number]
 
     def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
-        for other in among:
-            latest, _, pid = _HEADER.unpack_from(self._memory, other * BLOCK)
-            if pid and state(pid) == DEAD:
-                last = self._text(other, latest)
-                act = "it had called no collective"
-                if last:
-                    act = f"its last collective was #{latest}: {last}"
-                raise PeerFailed(
-                    "peer-has-ended",
-                    peer=self._ranks[other],
-                    pid=pid,
-                    last=act,
-                    number=number,
-                    call=self._text(self._rank, number),
-                )
+        """Raise PeerFailed if the process of one of these ranks has ended. Each call asks the system
+        for one of them, the next one in turn: all ranks wait, and would ask for each other.
+        """
+        if not among:
+            return
+        other = among[self._looks % len(among)]
+        self._looks += 1
+        latest, _, pid = _HEADER.unpack_from(self._memory, other * BLOCK)
+        if pid and state(pid) == DEAD:
+            last = self._text(other, latest)
+            act = "it had called no collective"
+            if last:
+                act = f"its last collective was #{latest}: {last}"
+            raise PeerFailed(
+                "peer-has-ended",
+                peer=self._ranks[other],
+                pid=pid,
+                last=act,
+                number=number,
+                call=self._text(self._rank, number),
+            )
 
 
 def _without_place(tag: bytes) -> bytes:

@@ -6,18 +6,17 @@ Every local user can connect to a loopback port, and gloo accepts every connecti
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from lockstep.errors import LockstepError, PeerFailed
 
 _TRIES = 3  # the table may change while it is read
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _GONE = "0"  # inode of a socket that its process has closed: its user is no longer known
 
 Address = tuple[str, int]
@@ -32,26 +31,24 @@ def owners(connections: Sequence[Connection]) -> list[set[int]]:
     Only ports are compared. If other addresses have a connection between the same two ports, the
     set has their users too.
     """
-    port_pairs = [(remote[1], local[1]) for remote, local in connections]
+    # as the tables write them
+    port_pairs = [(f"{remote[1]:04X}", f"{local[1]:04X}") for remote, local in connections]
     for _ in range(_TRIES):
-        users: dict[tuple[int, int], set[int]] = {ports: set() for ports in port_pairs}
+        users: dict[tuple[str, str], set[int]] = {ports: set() for ports in port_pairs}
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             with suppress(OSError):
                 _, *lines = Path(table).read_text().splitlines()
                 for line in lines:
                     # seen from the other end: its own address comes first
-                    _, remote, local, _, _, _, _, user, _, inode, *_ = line.split()
-                    ports = (_port(remote), _port(local))
-                    if inode != _GONE and ports in users:
-                        users[ports].add(int(user))
+                    _, remote, local, rest = line.split(None, 3)
+                    ports = (remote[-4:], local[-4:])
+                    if ports in users:
+                        _, _, _, _, user, _, inode, *_ = rest.split()
+                        if inode != _GONE:
+                            users[ports].add(int(user))
         if all(users.values()):
             break
     return [users[ports] for ports in port_pairs]
-
-
-def _port(address: str) -> int:
-    """Return the port of "0100007F:1F90"."""
-    return int(address.rpartition(":")[2], 16)
 
 
 @contextmanager
@@ -66,15 +63,14 @@ def no_strangers(library: str) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    process = psutil.Process()
-    before = _listening(process.net_connections("tcp"))
+    before, _ = _own_sockets()
     yield
-    sockets = process.net_connections("tcp")
-    ports = _listening(sockets) - before
+    listening, connections = _own_sockets()
+    ports = listening - before
     callers = []
-    for socket in sockets:
-        if socket.raddr and socket.laddr.port in ports and _on_this_host(socket):
-            callers.append((socket.raddr, socket.laddr))
+    for remote, local in connections:
+        if local[1] in ports and _on_this_host(remote, local):
+            callers.append((remote, local))
     if not callers:
         return
     own = os.geteuid()
@@ -85,11 +81,29 @@ def no_strangers(library: str) -> Iterator[None]:
             raise LockstepError("caller-of-another-user", user=user, own=own, what=library)
 
 
-def _listening(sockets: Sequence[Any]) -> set[int]:
-    return {socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN}
+def _own_sockets() -> tuple[set[int], list[Connection]]:
+    """Return the ports at which this process listens over TCP, and its connections.
+
+    Each socket is asked. The system's tables list the sockets of all processes: with N ranks on the
+    host, each rank would read N x N lines.
+    """
+    listening: set[int] = set()
+    connections: list[Connection] = []
+    for entry in os.scandir("/proc/self/fd"):
+        with suppress(OSError):  # closed by another thread meanwhile, or not connected
+            if not os.readlink(entry.path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as own:
+                if own.type != socket.SOCK_STREAM or own.family not in _FAMILIES:
+                    continue
+                local = own.getsockname()[:2]
+                if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.add(local[1])
+                else:
+                    connections.append((own.getpeername()[:2], local))
+    return listening, connections
 
 
-def _on_this_host(socket: Any) -> bool:
-    remote = socket.raddr.ip.removeprefix("::ffff:")
-    local = socket.laddr.ip.removeprefix("::ffff:")
-    return bool(remote == local or ip_address(remote).is_loopback)
+def _on_this_host(remote: Address, local: Address) -> bool:
+    host = remote[0].removeprefix("::ffff:")
+    return bool(host == local[0].removeprefix("::ffff:") or ip_address(host).is_loopback)
