@@ -249,3 +249,23 @@ def test_a_script_for_torchrun_as_tasks_of_a_step(tmp_path: Path) -> None:
     assert errors[0] == ""
     assert "lockstep" not in errors[1].replace(str(tmp_path), "")
     assert errors[1].splitlines()[-1].endswith("failed: ArithmeticError: 3 --lr 1")
+
+
+REDUCER = """
+import sys, weakref
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+weakref.finalize(model.reducer, print, "reducer freed").atexit = False
+dist.destroy_process_group()
+print("over")
+"""
+
+
+def test_torchs_reducer_is_not_freed_at_the_end_as_that_may_wait_without_end(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(REDUCER)
+    done = _rank(tmp_path, "script.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["over"]

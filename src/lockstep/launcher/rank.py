@@ -237,6 +237,7 @@ def _end() -> NoReturn:
     # waits for the target's threads, as multiprocessing does in the processes that it starts
     threading._shutdown()  # type: ignore[attr-defined]
     _keep_operators()
+    _kept = _reducers()  # until the process has ended
     atexit._run_exitfuncs()
     # before objects are collected, since a file's parts may be collected in any order
     _flush_files()
@@ -256,6 +257,21 @@ def _keep_operators() -> None:
     for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         if finalizer.func is unregister:
             finalizer.atexit = False
+
+
+def _reducers() -> list[object]:
+    """Return the reducers of torch's DistributedDataParallel, so that they are not collected.
+
+    A reducer that is freed joins gloo's threads, and holds the interpreter lock meanwhile. If such a
+    thread has not yet dropped its last all-reduce, for which it needs that lock, none of them ends.
+    That happens when ranks share cores.
+    """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None:
+        return []
+    wrapper = module.DistributedDataParallel
+    wrappers = [value for value in gc.get_objects() if issubclass(type(value), wrapper)]
+    return [getattr(value, "reducer", None) for value in wrappers]
 
 
 def _flush_files() -> None:
