@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -225,3 +226,15 @@ def test_a_bar_that_is_redrawn_for_hours_takes_no_memory_and_an_endless_line_com
     pieces = lines.feed(b"x" * 200_000)
     assert "".join([*pieces, *lines.end()]).endswith("x" * 200_000)
     assert max(map(len, pieces)) == console._LONGEST
+
+
+def test_more_ranks_than_this_process_may_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files + 50, before[1]))
+    try:
+        with console.forwarded(range(100)) as streams:
+            assert len(streams) == 100
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files + 50, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

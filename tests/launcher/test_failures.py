@@ -127,3 +127,8 @@ def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:
     )
     assert not failures.finished_early([complaint, boom], [2])
     assert not failures.finished_early([complaint], [])
+
+
+def test_many_ranks_are_named_as_ranges() -> None:
+    assert failures.named(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 7"
+    assert failures.named({*range(1024)} - {5}) == "ranks 0-4,6-1023"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import selectors
 import sys
 import threading
@@ -28,6 +29,7 @@ from lockstep.launcher.notebook import Cell
 from lockstep.runtime.disk import write_all
 
 _STREAMS = {"out": 1, "err": 2}
+_PER_RANK = 2 * len(_STREAMS)  # descriptors: both ends of its pipes
 _READ = 2**16
 WINDOW = 0.1
 """Maximum seconds that a line waits for the same line of other ranks."""
@@ -78,6 +80,8 @@ class _Forwarding:
     def __init__(self, ranks: range, window: float, cell: Cell | None) -> None:
         self._cell = cell
         self._redraw_at = 0.0
+        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _allow_files(_PER_RANK * len(ranks))
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -126,6 +130,7 @@ class _Forwarding:
             os.close(pipe.writing)
         os.close(self._wake)
         os.close(self._waker)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limit)
 
     def _seconds_to_wait(self) -> float | None:
         """Redraw the cell if it is time. Return when a line or the cell is due; None if nothing
@@ -282,6 +287,15 @@ class Joiner:
                 if self._latest[rank] is line:
                     del self._latest[rank]
         return [f"[{spans(line.ranks)}] {line.text}".rstrip() for line in removed]
+
+
+def _allow_files(count: int) -> None:
+    """Let this process open `count` more files than it may now, as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + count
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def spans(ranks: Iterable[int]) -> str:

@@ -14,8 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import WorkerFailed, entry_of
+from lockstep.launcher.console import spans
 from lockstep.runtime.failure_record import PACKAGE, Failure, Kind, rank_file
 from lockstep.runtime.streams import plain
+
+_MOST_NAMED = 8
 
 
 def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str = "") -> Failure:
@@ -139,8 +142,11 @@ def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return "rank 3", or "ranks 0, 1 and 3"."""
-    *others, last = [str(rank) for rank in sorted(ranks)] or [""]
+    """Return "rank 3", or "ranks 0, 1 and 3"; of more than eight "ranks 0-4,6-15"."""
+    numbers = sorted(ranks)
+    if len(numbers) > _MOST_NAMED:
+        return f"ranks {spans(numbers)}"
+    *others, last = [str(rank) for rank in numbers] or [""]
     if not others:
         return f"rank {last}" if last else ""
     return f"ranks {', '.join(others)} and {last}"
