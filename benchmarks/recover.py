@@ -211,16 +211,16 @@ class Command:
             for line in lines:
                 self.lines.append((time.monotonic_ns(), line))
 
-    def first_step(self, old: Sequence[int]) -> Generation:
+    def first_step(self, old: Sequence[int], patience: float = PATIENCE) -> Generation:
         """Wait until every rank of a generation has finished a step. Notes of the `old` pids
         belong to the one before.
         """
-        generation, end = Generation(), time.monotonic() + PATIENCE
+        generation, end = Generation(), time.monotonic() + patience
         while not generation.steps(self._workers):
             if self.process.poll() is not None or time.monotonic() > end:
                 said = "".join(line for _, line in self.lines[-30:])
                 raise SystemExit(
-                    f"no optimizer step within {PATIENCE:.0f} s of the start or the kill; the"
+                    f"no optimizer step within {patience:.0f} s of the start or the kill; the"
                     f" command's last lines:\n{said}"
                 )
             time.sleep(0.005)

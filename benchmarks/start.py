@@ -151,6 +151,13 @@ def children_cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def reap_orphans() -> None:
+    """Wait for all children, so that their CPU seconds count."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
 def measured(command: Sequence[str], folder: Path) -> tuple[Cost, str]:
     """What the command cost, and its stdout. Raises SystemExit if it fails."""
     before, began = children_cpu(), time.perf_counter()
@@ -162,9 +169,7 @@ def measured(command: Sequence[str], folder: Path) -> tuple[Cost, str]:
             command, cwd=folder, stdout=printed, stderr=errors, check=False
         ).returncode
         wall = time.perf_counter() - began
-        with suppress(ChildProcessError):
-            while True:
-                os.wait()
+        reap_orphans()
         printed.seek(0)
         errors.seek(0)
         if code:

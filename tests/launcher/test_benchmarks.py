@@ -55,3 +55,22 @@ def test_ratios_are_of_the_same_round_and_percentiles_are_values_that_were_measu
     values = [float(value) for value in range(1, 21)]
     shares = {0.0: 1.0, 0.5: 10.0, 0.95: 19.0, 1.0: 20.0}
     assert {share: recover.percentile(values, share) for share in shares} == shares
+
+
+def test_the_growth_of_a_cost_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    many_ranks = importlib.import_module("many_ranks")
+    sizes = [8, 16, 32, 64]
+    for constant, factor, exponent in [(3.0, 0.5, 1.0), (0.0, 0.01, 2.0), (2.0, 0.001, 1.5)]:
+        values = [constant + factor * size**exponent for size in sizes]
+        curve = many_ranks.growth(sizes, values)
+        assert curve.exponent == exponent
+        assert curve.constant == pytest.approx(constant, abs=1e-6)
+        assert curve.factor == pytest.approx(factor)
+    assert many_ranks.growth(sizes, [5.0, 5.1, 5.2, 5.1]) == many_ranks.Growth(5.1, 0.0, 0.0)
+    assert many_ranks.growth([8, 16], [1.0, 4.0]).factor == 0.0, "two points are no curve"
+
+    rounds = {16: [{"end": 6.0}], 8: [{"end": 3.0}, {"end": 4.0}, {"end": 9.0}]}
+    head, line = many_ranks.table({"s": many_ranks.medians(rounds, "end")}).splitlines()
+    assert head.split() == ["N", "8", "16", "a", "+", "c", "N^p"]
+    assert line.split() == ["s", "4.00", "6.00", "5"]
