@@ -167,10 +167,10 @@ def _fit(sizes: Sequence[int], values: Sequence[float], exponent: float) -> Grow
 
 
 def _error(curve: Growth, sizes: Sequence[int], values: Sequence[float]) -> float:
-    errors = []
+    errors: list[float] = []
     for size, value in zip(sizes, values, strict=True):
         fitted = curve.constant + curve.factor * size**curve.exponent
-        errors.append((fitted / value - 1) ** 2)
+        errors.append(float((fitted / value - 1) ** 2))
     return sum(errors)
 
 
@@ -184,7 +184,7 @@ def peak_of(pid: int) -> float:
     """Return the peak resident MiB of one process."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(kib) / 1024
+    return float(kib) / 1024
 
 
 def server_of(launcher: int) -> int | None:
