@@ -252,11 +252,13 @@ def test_a_script_for_torchrun_as_tasks_of_a_step(tmp_path: Path) -> None:
 
 
 REDUCER = """
-import sys, weakref
+import functools, sys, weakref
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-weakref.finalize(model.reducer, print, "reducer freed").atexit = False
+# a function of this module would keep all of the module
+sys.kept = weakref.ref(model.reducer, functools.partial(print, "freed", flush=True))
+model(torch.ones(2)).sum().backward()
 dist.destroy_process_group()
 print("over")
 """
