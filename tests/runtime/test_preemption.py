@@ -29,7 +29,7 @@ def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
         assert preemption.asked
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.asked", "rank-3.heeds"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "rank-3.heeds"]
     finally:
         restore()
     assert not (tmp_path / "rank-3.heeds").exists()
