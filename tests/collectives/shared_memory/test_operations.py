@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,27 @@ def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
     # ((1 + t) + (t + t)); one after the other it would stay 1
     assert folded([big, tiny, tiny, tiny]).item() == 1 + 2.0**-23
     assert folded([tiny, big, tiny]).item() == 1  # ((t + 1) + t)
+
+
+def resident(length: int) -> int:
+    """How many KiB of the mappings of `length` bytes this process has touched."""
+    blocks = Path("/proc/self/smaps").read_text().split("/memfd:lockstep")[1:]
+    sizes = [[int(line.split()[1]) for line in block.splitlines()[1:5]] for block in blocks]
+    return sum(rss for size, _, _, rss in sizes if size == length // 1024)
+
+
+def touched(world: lockstep.World) -> list[int]:
+    assert world.group.memory is not None
+    ((*regions,),) = world.group.memory.allocate([2**20 + 1], [torch.float32])
+    length = world.size * (2**22 + 4096)
+    before = resident(length)
+    regions[world.rank].fill_(1)
+    return [before, resident(length)]
+
+
+def test_only_its_owner_touches_memory_before_it_is_summed() -> None:
+    """So the pages come from the owner's NUMA node."""
+    assert on_team(touched, 2) == [[0, 4100], [0, 4100]]
 
 
 def in_flight(world: lockstep.World) -> list[float]:

@@ -35,7 +35,8 @@ def share(
     """Map `length` bytes of zeros that all ranks see, once for each of `kinds`. Every rank calls
     it. Linux only.
 
-    A page takes memory only when it is touched. The limit of /dev/shm does not apply. Raises
+    A page takes memory only when it is touched, on the NUMA node of the rank that touches it first.
+    Nothing is touched here: every rank writes its own part before the others read it. The limit of /dev/shm does not apply. Raises
     UsageError on a rank that is not on rank 0's host.
     """
     if rank:
