@@ -129,6 +129,7 @@ PUBLIC = {
 MAY_USE = {
     "doctor": {
         "lockstep.collectives.broadcast_json.said_by": "what each rank has measured, by rank",
+        "lockstep.runtime.binding": "which cores each rank is bound to",
         "lockstep.runtime.cores.allowed_cores": "the cores that ranks get",
         "lockstep.runtime.cores.quota": "the container's share of the processor",
         "lockstep.runtime.interfaces.towards": "the network interface that ranks get",

@@ -15,7 +15,7 @@ def test_this_host(tmp_path: Path, lockstep: Command) -> None:
     assert ended.err == ""
     report = json.loads((tmp_path / "found.json").read_text())
     levels = {finding["name"]: finding["level"] for finding in report["findings"]}
-    names = "Python, torch, system, backends, GPUs, cores, memory, /dev/shm, limits"
+    names = "Python, torch, system, backends, GPUs, cores, binding, memory, /dev/shm, limits"
     names += ", own name, interfaces, loopback, sums, links"
     assert ", ".join(levels) == names
     assert levels["sums"] == "ok"

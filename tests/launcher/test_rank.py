@@ -186,6 +186,7 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
     for launch in (
         Launch(debug=True),
         Launch(cold=True),
+        Launch(bind="none"),
         Launch(on_stall="wait"),
         Launch(stall_after=5),
         Launch(max_restarts=1),

@@ -1,4 +1,4 @@
-"""Options of the launcher: how it watches ranks, and what it does on a fault."""
+"""Options of the launcher: how it places and watches ranks, and what it does on a fault."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from lockstep.config.knob import Knob
 
 OnStall = Literal["wait", "abort", "restart"]
 OnCorruption = Literal["abort", "exclude"]
+Bind = Literal["auto", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How the launcher watches ranks and handles faults. Raises UsageError for invalid values."""
+    """How the launcher places and watches ranks, and handles faults. Raises UsageError for invalid
+    values.
+    """
+
+    bind: Annotated[Bind, Knob("run")] = "auto"
+    """Bind each rank to physical cores of its own on hosts with several NUMA nodes or spare
+    cores.
+    """
 
     max_restarts: Annotated[
         int | None, Knob("faults", least=0, default="3 with N:M workers, else 0")

@@ -139,6 +139,7 @@ class Ranks:
         *,
         descriptors: Callable[[int], Sequence[int]] = lambda number: (),
         streams: Mapping[int, Sequence[int]] | None = None,
+        shares: Sequence[Collection[int]] = (),
         cold: bool = False,
     ) -> None:
         """Start all ranks.
@@ -148,6 +149,7 @@ class Ranks:
             variables: returns further environment variables of the rank with this number.
             descriptors: returns this process's descriptors that the rank's program gets.
             streams: each rank's standard streams. Default: this process's.
+            shares: the cores that each rank is bound to, by local rank. Empty: no rank is bound.
             cold: each rank is a fresh interpreter.
 
         Raises:
@@ -160,7 +162,7 @@ class Ranks:
             # with it, libraries would take this process for one of torchrun's
             environment.pop("TORCHELASTIC_RUN_ID", None)
             self._pids[number] = self._server.fork(
-                replace(rank, rank=number),
+                replace(rank, rank=number, cores=shares[local_rank] if shares else ()),
                 descriptors(number),
                 environment,
                 streams=(0, 1, 2) if streams is None else streams[number],

@@ -17,10 +17,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from lockstep.config.knob import whole
-from lockstep.config.launching import Launch
+from lockstep.config.knob import chosen, whole
+from lockstep.config.launching import Bind, Launch
 from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.call import FunctionCall, anonymous_file, is_complete, read_complete
@@ -32,6 +32,7 @@ from lockstep.launcher.rank import Rank
 from lockstep.launcher.start import FOR_SCRIPTS, fork_server
 from lockstep.launcher.stop import Stop
 from lockstep.launcher.supervise import Watch
+from lockstep.runtime import binding
 from lockstep.runtime.failure_record import Failure
 from lockstep.runtime.private import run_directory
 from lockstep.runtime.processes import Pids
@@ -47,6 +48,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     timeout: timedelta | None = None,
+    bind: Bind = "auto",
 ) -> list[R]:
     """Run `fn(*args, **kwargs)` on `workers` new processes of this host, and return their results.
 
@@ -72,6 +74,8 @@ def launch(
         args: its positional arguments, the same for all ranks.
         kwargs: its keyword arguments.
         timeout: for the whole call. None: no limit.
+        bind: "auto" binds each rank to physical cores of its own on hosts with several NUMA nodes,
+            or with more cores than ranks. "none" binds no rank.
 
     Returns:
         What `fn` returned, by rank.
@@ -84,9 +88,10 @@ def launch(
         ServerGone: the process that forks ranks was killed, or the system lets it start no more
             processes.
     """
+    chosen("bind", bind, get_args(Bind))
     __tracebackhide__ = True  # for notebooks and pytest: the message holds the rank's traceback
     try:
-        return start_ranks(fn, workers, args, kwargs or {}, timeout=timeout)
+        return start_ranks(fn, workers, args, kwargs or {}, timeout=timeout, bind=bind)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("all ranks have been ended") from None
 
@@ -101,6 +106,7 @@ def start_ranks(
     imports: Sequence[str] = (),
     variables: Callable[[int], Variables] | None = None,
     local_ranks: LocalRanks | None = None,
+    bind: Bind = "auto",
 ) -> list[R]:
     """`launch` with further options.
 
@@ -136,6 +142,7 @@ def start_ranks(
                 variables or (lambda number: {}),
                 descriptors=lambda number: (question, results.files[number], *handed_over),
                 streams=streams,
+                shares=binding.shares(workers, bind),
             )
             ended = ranks.run(
                 failures=results.failures,

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +40,7 @@ from lockstep.launcher import (
 )
 from lockstep.launcher.fork_server import flags
 from lockstep.launcher.logs import Console
-from lockstep.runtime import launched, preemption, processes, status
+from lockstep.runtime import binding, launched, preemption, processes, status
 from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
 from lockstep.runtime.failure_record import Failure, of_exception, rank_file, write
@@ -185,9 +185,13 @@ class Rank:
     """Whether to note SIGTERM and SIGUSR1 from the start: the work asks whether they came."""
     debug: bool = False
     """Whether libraries and collectives log what they do in rank-N.log."""
+    cores: Collection[int] = ()
+    """The cores to bind the process to. Empty: it is not bound."""
 
     def __call__(self, *descriptors: int) -> NoReturn:
         """Run the rank until its process ends."""
+        if self.cores:
+            binding.bind(self.cores)
         processes.name_this(f"rank {self.rank}")
         records = Path(self.records)
         if self.heeds:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config.knob import whole
-from lockstep.config.launching import Launch
+from lockstep.config.launching import Bind, Launch
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import ending, failures
 from lockstep.launcher.console import forwarded
@@ -28,7 +28,7 @@ from lockstep.launcher.stalls import Watcher
 from lockstep.launcher.stalls_of_nodes import OtherNodes
 from lockstep.launcher.start import FOR_SCRIPTS, FOR_TRAININGS, fork_server, gpus, set_by
 from lockstep.launcher.stop import Stop, note_signals, print_line
-from lockstep.runtime import processes
+from lockstep.runtime import binding, processes
 from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.failure_record import Failure, rank_file
 from lockstep.runtime.preemption import HEEDS, RESUMED, SAVED, asked_file
@@ -99,8 +99,8 @@ def supervise(
             temporary directory, which is kept if a rank fails.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks; they override this process's own.
-        launch: how long a collective may take, what to do on a stall, and whether ranks start cold
-            or log more. Default: the run ends after half a minute without progress, and names the
+        launch: how long a collective may take, what to do on a stall, and whether ranks are bound
+            to cores, start cold or log more. Default: the run ends after half a minute without progress, and names the
             rank that the others wait for.
         heeds: the target heeds signals from its start, and can be started again if it was stopped
             before it could save.
@@ -136,7 +136,9 @@ def supervise(
         variables = {**(environment or {}), **timeout_for_ranks(launch.timeout)}
         cold = launch.cold or launch.debug
         try:
-            outcome = _run_ranks(rank, watch, variables, share, workers, cold=cold)
+            outcome = _run_ranks(
+                rank, watch, variables, share, workers, bind=launch.bind, cold=cold
+            )
         except Stopped:
             outcome = Outcome(128 + (stop.number or 0))
             if watch.failure is not None:
@@ -298,6 +300,7 @@ def _run_ranks(
     share: Share | None,
     workers: int | None,
     *,
+    bind: Bind,
     cold: bool,
 ) -> Outcome:
     """Run this host's ranks from their start to their end. `rank` is the work of each, except for
@@ -326,7 +329,11 @@ def _run_ranks(
             return failures.of_ranks(directory, ended.codes, ended.pids)
 
         ranks.start(
-            rank, lambda number: variables, streams=streams, cold=_sets_variables(rank.work)
+            rank,
+            lambda number: variables,
+            streams=streams,
+            shares=binding.shares(local_ranks.count, bind),
+            cold=_sets_variables(rank.work),
         )
         ended = ranks.run(failures=known, stopping=watch.must_end, called_off=called_off)
     failed = known(ended)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lockstep.data.windows import Window
 from lockstep.gradients.bucket import BucketTimes
-from lockstep.runtime.cores import cores
+from lockstep.runtime.binding import host_cores
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
@@ -127,7 +127,7 @@ def begins(
         "global_batch": global_batch,
         "loader_workers": loader_workers,
         "threads": torch.get_num_threads(),
-        "cores": cores(),
+        "cores": host_cores(),
     }
 
 

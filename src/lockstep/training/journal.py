@@ -25,6 +25,7 @@ from lockstep.config.task import Record, Task
 from lockstep.data.windows import Window, counted
 from lockstep.errors import Preempted
 from lockstep.gradients.layout import BUCKET
+from lockstep.runtime.binding import bound_here
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.training.loggers import Ended, Loggers
@@ -271,6 +272,8 @@ def _method_in_words(training: AssembledTraining) -> Iterator[str]:
     yield method.describe() if method.alone else f"{method.describe()} update"
     if settings.threads is not None:
         yield f"{counted(settings.threads, 'thread')} a rank"
+    if bound_here():
+        yield "ranks bound to cores"
     if settings.skip is not None:
         yield f"without steps {settings.left_out}"
     if settings.loader_workers:

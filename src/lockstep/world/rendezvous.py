@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lockstep.collectives import store_barrier
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
-from lockstep.runtime.cores import cores
+from lockstep.runtime.binding import rank_cores
 from lockstep.runtime.environment import TIMEOUT, Placement, step_of
 from lockstep.runtime.interfaces import address_of
 from lockstep.runtime.launched import launcher
@@ -217,8 +217,8 @@ def loopback(one_host: bool) -> Iterator[None]:
 
 
 class SharedCores:
-    """Sets the intra-op threads until closed: this host's cores divided by its ranks, unless the
-    user has set OMP_NUM_THREADS.
+    """Sets the intra-op threads until closed: the cores that the rank is bound to, or this host's
+    cores divided by its ranks. Unless the user has set OMP_NUM_THREADS.
     """
 
     def __init__(self, local_size: int) -> None:
@@ -227,7 +227,7 @@ class SharedCores:
         # torchrun sets it to 1 where the user did not, which wastes cores on CPUs
         set_by_torchrun = threads == "1" and "TORCHELASTIC_RUN_ID" in os.environ
         if threads is None or set_by_torchrun:
-            torch.set_num_threads(max(1, cores() // local_size))
+            torch.set_num_threads(rank_cores(local_size))
 
     def close(self) -> None:
         torch.set_num_threads(self._before)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.runtime.binding import Binding
 from lockstep.tools.doctor import host
 from lockstep.tools.doctor.host import GIB, MIB
 
@@ -30,6 +31,16 @@ def test_cores_against_threads(
     found = host.cores(*given)
     assert (found.level, bool(found.fix)) == (level, bool(said))
     assert said in found.fix
+
+
+def test_binding() -> None:
+    cores = [frozenset({number, number + 4}) for number in range(4)]
+    nodes = [cores[:2], cores[2:]]
+    found = host.bound(Binding(nodes=nodes, shares=[{0, 1, 4, 5}, {2, 3, 6, 7}]))
+    assert (found.name, found.level) == ("binding", "ok")
+    assert found.value == "2 nodes, 4 physical cores; cores of rank 0: 0-1,4-5, of rank 1: 2-3,6-7"
+    found = host.bound(Binding(nodes=nodes[:1], reason="OMP_PLACES is set"))
+    assert found.value == "1 node, 2 physical cores; ranks are not bound: OMP_PLACES is set"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,9 @@ def test_limits() -> None:
 
 
 def test_this_host_and_this_installation_can_be_looked_at() -> None:
-    assert [found.name for found in host.findings(2)] == ["cores", "memory", "/dev/shm", "limits"]
+    assert [found.name for found in host.findings(2)] == [
+        *("cores", "binding", "memory", "/dev/shm", "limits")
+    ]
     python, torch, *others = host.installation()
     assert (python.level, torch.level) == ("ok", "ok")
     assert [found.name for found in (python, torch, *others)] == [

@@ -180,6 +180,7 @@ class Node:
                     imports=job.call.imports,
                     variables=None if variables is None else variables.__getitem__,
                     local_ranks=ranks,
+                    bind=job.launch.bind,
                 )
                 return Outcome(ExitCode.OK, results=results)
             if job.mark is not None:

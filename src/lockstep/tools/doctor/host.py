@@ -1,4 +1,4 @@
-"""Examine what this host gives to its ranks: Python and torch; cores, memory, shared memory,
+"""Examine what this host gives to its ranks: Python and torch; cores, binding, memory, shared memory,
 limits; names, addresses, interfaces and ports. Paths are arguments, so that tests can pass files.
 """
 
@@ -10,12 +10,13 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
+from lockstep.runtime import binding
 from lockstep.runtime.cores import allowed_cores, quota
 from lockstep.tools.finding import Finding, judged
 from lockstep.tools.timing.output_files import counted
@@ -31,6 +32,7 @@ def findings(workers: int) -> list[Finding]:
     system = psutil.virtual_memory()
     checks = [
         cores(allowed_cores(), quota(), workers, os.environ.get("OMP_NUM_THREADS")),
+        bound(binding.binding(workers)),
         memory(system.available, system.total, group, workers),
     ]
     if os.path.isdir("/dev/shm"):
@@ -76,6 +78,27 @@ def cores(available: int, allowed: float, workers: int, threads: str | None) -> 
             f" OMP_NUM_THREADS={should}, or unset it"
         )
     return judged("cores", value, warn=warn)
+
+
+def bound(decided: binding.Binding) -> Finding:
+    """Say which cores each rank is bound to, or why none is bound."""
+    physical = sum(map(len, decided.nodes))
+    value = f"{counted(len(decided.nodes), 'node')}, {counted(physical, 'physical core')}; "
+    if decided.reason:
+        return judged("binding", f"{value}ranks are not bound: {decided.reason}")
+    shares = [f"rank {rank}: {_ranges(share)}" for rank, share in enumerate(decided.shares)]
+    return judged("binding", f"{value}cores of {', of '.join(shares)}")
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return text such as "0-3,8"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ranges)
 
 
 def memory(free: int, total: int, group: Path, workers: int) -> Finding:
