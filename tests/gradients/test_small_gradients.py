@@ -384,3 +384,21 @@ def test_a_gradient_that_a_hook_takes_from_a_wrapper_ends_no_step() -> None:
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other)
+
+
+def with_a_graph(world: lockstep.World) -> list[bool]:
+    """A backward that leaves out the last parameter of the bucket, with create_graph."""
+    ddp: Any = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    for _ in range(2):
+        gradients(ddp, usual, world.rank)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        zoo.loss_sum(ddp(zoo.batch(world.rank)[0]), zoo.batch(world.rank)[1]).backward()
+    with pytest.warns(LockstepWarning, match="has no graph"):
+        (ddp.module[2].bias.square().sum()).backward(create_graph=True)
+    return [parameter.grad.requires_grad for parameter in ddp.parameters()]
+
+
+def test_a_wrappers_small_gradients_have_no_graph() -> None:
+    for results in on_team(with_a_graph, 2):
+        assert not any(results)

@@ -472,8 +472,7 @@ class Reducer:
             raise static.late(number, self.names[number])
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            self._warn_once(_NO_GRAPH, number)
-            gradient = parameter.grad = gradient.detach()
+            gradient = self._drop_graph(number, parameter)
         if gradient is not None and gradient.is_sparse and not self.fold.keeps_sparse(number):
             self._warn_once(_DENSE, number)
         if self.closing and self.state is not State.SENDING:
@@ -511,8 +510,18 @@ class Reducer:
         the next backward adds to them, and `finish` takes them.
         """
         for number, parameter in self._uncounted.items():
-            self.ready[number] = parameter.grad is not None
+            gradient = parameter.grad
+            self.ready[number] = gradient is not None
+            if gradient is not None and gradient.requires_grad:
+                self._drop_graph(number, parameter)
         self._uncounted.clear()
+
+    def _drop_graph(self, number: int, parameter: Tensor) -> Tensor:
+        """Detach a parameter's gradient, and warn of it once."""
+        assert parameter.grad is not None
+        self._warn_once(_NO_GRAPH, number)
+        parameter.grad = parameter.grad.detach()
+        return parameter.grad
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:
