@@ -17,10 +17,9 @@ A gradient that autograd delivers is one of these:
     final       the last of its parameter: its bucket waits for one gradient less, and is launched
                 when it waits for none
 
-Python's part of a gradient takes longer than the backward of a small one. So small gradients are
-only stored in a dictionary, and counted together when a large gradient or the last one of a bucket is
-ready, and when the backward ends. Autograd adds a Stepper's in place; a wrapper's, which its caller
-may clear, are copied to their bucket when they are counted.
+A Python call per gradient takes longer than the backward of a small gradient. So autograd adds a
+Stepper's small gradients in place, and only stores each in a dictionary. They are counted when a
+large gradient or the last one of a bucket is ready, and when the backward ends.
 """
 
 from __future__ import annotations
@@ -237,21 +236,15 @@ class Reducer:
         last_in_bucket = {bucket.spans[-1].parameter for bucket in self.buckets}
         small: set[int] = set()
         # the first window checks each gradient: whether it is sparse, and when it becomes ready
-        if self.fold.adds_in_place and self._order is None and not self.static_graph.on:
-            for number in numbers:
-                if self.parameters[number].nbytes <= _SMALL and not self.fold.keeps_sparse(number):
-                    small.add(number)
-        if self._guarded and not self._adds_in_place:
-            small.clear()
+        if self._adds_in_place and self.fold.adds_in_place and self._order is None:
+            small = {number for number in numbers if self.parameters[number].nbytes <= _SMALL}
         self._small = small
-        self.fold.keep(small if self._guarded else ())
+        self.fold.keep(small)
         self._arm()
         hooks: list[Callable[[Tensor], None]] = []
         for number in numbers:
             if number in small and number not in last_in_bucket:
-                # a Stepper's backward has an end; a wrapper must note that one has begun
-                note = self._uncounted.__setitem__ if self._guarded else self._note
-                hooks.append(partial(note, number))
+                hooks.append(partial(self._uncounted.__setitem__, number))
             else:
                 hooks.append(partial(self._delivered, number))
         self._trained.call(hooks)
@@ -410,32 +403,18 @@ class Reducer:
         elif not self.closing and number in self._small:
             self._uncounted[number] = parameter  # no bucket waits for it
         else:
-            if self.closing and self.state is not State.SENDING:
-                self._begin_sending()
             if self._uncounted:
                 self._count_small()
             self.gradient_ready(number, parameter)
-
-    def _note(self, number: int, parameter: Tensor) -> None:
-        """Note a wrapper's small gradient: the parameter's hook."""
-        if self.closing and self.state is not State.SENDING:
-            self._begin_sending()
-        self._uncounted[number] = parameter
 
     def _count_small(self) -> None:
         """Count the small gradients that were delivered, in their order."""
         self.reached = True
         delivered = self._uncounted.copy()
         self._uncounted.clear()
-        if self.on_ready is not None:
-            together = False
-        elif self._guarded:
-            together = self.fold.all_in_place(delivered)
-        else:
-            together = self.fold.add_all(delivered, self.scale if self.closing else 1.0)
-        if not together:
+        if self.on_ready is not None or not self.fold.all_in_place(delivered):
             for number, parameter in delivered.items():
-                if parameter.grad is None and self._guarded:  # another hook has cleared it since
+                if parameter.grad is None:  # another hook has cleared it since
                     raise UsageError("gradient-cleared", parameter=self.names[number])
                 self.gradient_ready(number, parameter)
             return
@@ -472,7 +451,8 @@ class Reducer:
             raise static.late(number, self.names[number])
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            gradient = self._drop_graph(number, parameter)
+            self._warn_once(_NO_GRAPH, number)
+            gradient = parameter.grad = gradient.detach()
         if gradient is not None and gradient.is_sparse and not self.fold.keeps_sparse(number):
             self._warn_once(_DENSE, number)
         if self.closing and self.state is not State.SENDING:
@@ -498,30 +478,9 @@ class Reducer:
 
     def _begin_sending(self) -> None:
         """Note the first gradient of a closing backward."""
-        if not self._guarded:
-            self._keep_accumulated()
         self.state = State.SENDING
         if self.on_first is not None:
             self.on_first()
-
-    def _keep_accumulated(self) -> None:
-        """Note which of a wrapper's small gradients are ready though no bucket has them: of backwards
-        that only accumulate, and of one that has left out the last of their bucket. Where they are,
-        the next backward adds to them, and `finish` takes them.
-        """
-        for number, parameter in self._uncounted.items():
-            gradient = parameter.grad
-            self.ready[number] = gradient is not None
-            if gradient is not None and gradient.requires_grad:
-                self._drop_graph(number, parameter)
-        self._uncounted.clear()
-
-    def _drop_graph(self, number: int, parameter: Tensor) -> Tensor:
-        """Detach a parameter's gradient, and warn of it once."""
-        assert parameter.grad is not None
-        self._warn_once(_NO_GRAPH, number)
-        parameter.grad = parameter.grad.detach()
-        return parameter.grad
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:
@@ -562,8 +521,6 @@ class Reducer:
         ranks. A gradient that never came is zero. `send` starts messages that travel behind the
         buckets.
         """
-        if not self._guarded:
-            self._keep_accumulated()
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
