@@ -36,7 +36,6 @@ VARIANTS = (
     "wrapper:auto",
     "stepper:auto",
 )
-_PORT = "29500"
 
 
 def compare(
@@ -51,22 +50,12 @@ def compare(
     ):
         started = []
         for rank in range(size):
-            node, local = divmod(rank, ranks)
-            environment = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "GROUP_RANK": str(node),
-                "MASTER_ADDR": made[0].address,
-                "MASTER_PORT": _PORT,
-                "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
-                "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # as ranks of Lockstep's launcher
-            }
+            environment = namespaces.variables_of(rank, made, ranks)
+            environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # as Lockstep's launcher
             words = [sys.executable, __file__, "--on-rank", folder, "--models", model]
             words += ["--variants", options.variants, "--steps", str(options.steps)]
             log = f"{folder}/{rank}.log"
-            started.append(made[node].start(words, environment=environment, log=log))
+            started.append(made[rank // ranks].start(words, environment=environment, log=log))
         codes = [process.wait() for process in started]
         if any(codes):
             wrong = next(rank for rank, code in enumerate(codes) if code)

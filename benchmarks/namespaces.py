@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,6 +72,21 @@ def why_not() -> str | None:
     return None
 
 
+def variables_of(rank: int, made: Sequence[Host], per_host: int = 1) -> dict[str, str]:
+    """The environment of a rank on these hosts, of which each has so many."""
+    node, local = divmod(rank, per_host)
+    return os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(made) * per_host),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": made[0].address,
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+
+
 @contextmanager
 def hosts(count: int, rate: str | None, delay: float = 0.0) -> Iterator[list[Host]]:
     """So many hosts around a switch; None: links without a limit. Nothing is left of them, nor
@@ -91,6 +106,8 @@ def hosts(count: int, rate: str | None, delay: float = 0.0) -> Iterator[list[Hos
             for host in made:
                 _ip("netns", "add", host.namespace)
             with carried(made, INTERFACE, bits_per_second(rate), delay):
+                for host in made:
+                    _open(host)
                 yield made
         finally:
             _remove(made)
@@ -119,9 +136,7 @@ def hosts(count: int, rate: str | None, delay: float = 0.0) -> Iterator[list[Hos
                 switch,
             )
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
-            _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _open(host)
             if rate is not None:
                 _limit(host.namespace, INTERFACE, rate)
                 _limit(switch, port, rate)
@@ -129,6 +144,13 @@ def hosts(count: int, rate: str | None, delay: float = 0.0) -> Iterator[list[Hos
     finally:
         _remove(made)
         subprocess.run(["ip", "netns", "del", switch], check=False)
+
+
+def _open(host: Host) -> None:
+    """Give a host's interface its address, and bring it up."""
+    _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+    _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
+    _ip("-n", host.namespace, "link", "set", "lo", "up")
 
 
 def _remove(made: list[Host]) -> None:

@@ -139,21 +139,7 @@ def _trained_on(hosts: list[namespaces.Host], scratch: Path, model: Model, worke
     ]
     ranks: list[subprocess.Popen[bytes]] = []
     for number, host in enumerate(hosts):
-        place = {
-            "RANK": number,
-            "WORLD_SIZE": workers,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "GROUP_RANK": number,
-        }
-        meeting = {
-            "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": "29500",
-            "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
-        }
-        environment = os.environ | {
-            name: str(value) for name, value in (place | meeting | {"OMP_NUM_THREADS": 1}).items()
-        }
+        environment = namespaces.variables_of(number, hosts) | {"OMP_NUM_THREADS": "1"}
         ranks.append(host.start(words, environment=environment, log=str(scratch / f"log-{number}")))
     try:
         codes = [rank.wait(timeout=600) for rank in ranks]

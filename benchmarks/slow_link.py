@@ -238,15 +238,7 @@ class Bench:
         }
         ranks = []
         for rank, host in enumerate(self.hosts):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(self.hosts)),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "GROUP_RANK": str(rank),
-                "MASTER_ADDR": self.hosts[0].address,
-                "MASTER_PORT": "29500",
-                "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
+            environment = namespaces.variables_of(rank, self.hosts) | {
                 "OMP_NUM_THREADS": "1",
                 "LOCKSTEP_SLOW_LINK": json.dumps(given),
             }

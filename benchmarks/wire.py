@@ -38,7 +38,7 @@ def carried(hosts: Sequence[Host], device: str, rate: float, delay: float) -> It
     """Join these hosts in the block. A process of its own carries the packets.
 
     Args:
-        hosts: namespaces that exist, and the address that each shall have.
+        hosts: namespaces that exist, and the address that each will have.
         device: the name of the interface in each.
         rate: bits per second of a host's link, in each direction.
         delay: seconds.
@@ -51,15 +51,15 @@ def carried(hosts: Sequence[Host], device: str, rate: float, delay: float) -> It
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _TUN | _NO_INFO))
         _ip("link", "set", name, "netns", host.namespace)
         _ip("-n", host.namespace, "link", "set", name, "name", device, "mtu", str(_MTU))
-        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", device)
-        _ip("-n", host.namespace, "link", "set", device, "up")
-        _ip("-n", host.namespace, "link", "set", "lo", "up")
     carrier = os.fork()
     if carrier == 0:
         by_address = {
             bytes(map(int, host.address.split("."))): number for number, host in enumerate(hosts)
         }
-        carry(ends, by_address, rate, delay)
+        try:
+            carry(ends, by_address, rate, delay)
+        finally:  # what the caller does after its block is not for this process
+            os._exit(1)
     for end in ends:
         os.close(end)
     try:

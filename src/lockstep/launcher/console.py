@@ -21,12 +21,13 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lockstep.launcher.notebook import Cell
 from lockstep.runtime.disk import write_all
+from lockstep.runtime.streams import spans
 
 _STREAMS = {"out": 1, "err": 2}
 _PER_RANK = 2 * len(_STREAMS)  # descriptors: both ends of its pipes
@@ -296,17 +297,3 @@ def _allow_files(count: int) -> None:
         wanted = soft + count
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def spans(ranks: Iterable[int]) -> str:
-    """Write ranks as `0-7`, `3` or `0,2-5`."""
-    parts: list[str] = []
-    first = last = -2
-    for rank in sorted(ranks):
-        if rank == last + 1:
-            parts[-1] = f"{first}-{rank}"
-        else:
-            first = rank
-            parts.append(str(rank))
-        last = rank
-    return ",".join(parts)

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lockstep.errors import WorkerFailed, entry_of
-from lockstep.launcher.console import spans
 from lockstep.runtime.failure_record import PACKAGE, Failure, Kind, rank_file
-from lockstep.runtime.streams import plain
+from lockstep.runtime.streams import plain, spans
 
 _MOST_NAMED = 8
 

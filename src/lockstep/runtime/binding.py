@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lockstep.config.launching import Bind
 from lockstep.runtime.cores import cores, quota, running
+from lockstep.runtime.streams import spans
 
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes the cores and nodes of this host."""
@@ -45,6 +46,10 @@ class Binding:
     """The cores of each rank, by local rank. Empty: no rank is bound."""
     reason: str = ""
     """Why no rank is bound; "" if they are."""
+
+    def cores_of(self, rank: int) -> str:
+        """Return the cores of a local rank as text, such as "0-3,8"."""
+        return spans(self.shares[rank])
 
 
 def shares(ranks: int, bind: Bind) -> Sequence[Collection[int]]:

@@ -1,4 +1,4 @@
-"""This process's stdin, stdout and stderr."""
+"""This process's stdin, stdout and stderr, and how text is written to them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Iterable
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -38,3 +39,17 @@ def escape_what_is_not_printable() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Write numbers of ranks or cores as `0-7`, `3` or `0,2-5`."""
+    parts: list[str] = []
+    first = last = -2
+    for number in sorted(numbers):
+        if number == last + 1:
+            parts[-1] = f"{first}-{number}"
+        else:
+            first = number
+            parts.append(str(number))
+        last = number
+    return ",".join(parts)

@@ -36,8 +36,8 @@ def share(
     it. Linux only.
 
     A page takes memory only when it is touched, on the NUMA node of the rank that touches it first.
-    Nothing is touched here: every rank writes its own part before the others read it. The limit of /dev/shm does not apply. Raises
-    UsageError on a rank that is not on rank 0's host.
+    Nothing is touched here: every rank writes its own part before the others read it. The limit of
+    /dev/shm does not apply. Raises UsageError on a rank that is not on rank 0's host.
     """
     if rank:
         host, path = store.get(f"{key}/path").decode().rsplit(" ", 1)

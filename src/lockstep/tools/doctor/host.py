@@ -10,7 +10,7 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -86,19 +86,8 @@ def bound(decided: binding.Binding) -> Finding:
     value = f"{counted(len(decided.nodes), 'node')}, {counted(physical, 'physical core')}; "
     if decided.reason:
         return judged("binding", f"{value}ranks are not bound: {decided.reason}")
-    shares = [f"rank {rank}: {_ranges(share)}" for rank, share in enumerate(decided.shares)]
+    shares = [f"rank {rank}: {decided.cores_of(rank)}" for rank in range(len(decided.shares))]
     return judged("binding", f"{value}cores of {', of '.join(shares)}")
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Return text such as "0-3,8"."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ranges)
 
 
 def memory(free: int, total: int, group: Path, workers: int) -> Finding:
