@@ -1,5 +1,6 @@
 """From a Stepper's second window on, autograd adds small gradients up in their places and only
-leaves a note: what a hook would see of each must still be seen.
+leaves a note: what a hook would see of each must still be seen. So does a wrapper from its second
+step on, and copies them together.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lockstep.errors import LateGradient, LockstepWarning, UnusedParameters
 from tests import zoo
 from tests.refused import refused
 from tests.step.walking import walk, weights
+from tests.teams import on_team
 
 
 @pytest.fixture
@@ -255,3 +257,169 @@ def test_a_gradient_set_by_hand_is_not_skipped(world: lockstep.World) -> None:
     bias.grad = torch.full_like(bias, 8.0)
     stepper.step()
     assert (before - bias).gt(0).all()
+
+
+# -- the wrapper ----------------------------------------------------------------------------------
+
+
+def usual(ddp: nn.Module, loss: Any) -> None:
+    loss(0).backward()
+
+
+def accumulated(ddp: Any, loss: Any) -> None:
+    with ddp.no_sync():
+        loss(0).backward()
+    loss(1).backward()
+
+
+def accumulated_and_cleared(ddp: Any, loss: Any) -> None:
+    with ddp.no_sync():
+        loss(0).backward()
+    ddp.zero_grad()
+    loss(1).backward()
+
+
+def one_small_parameter(ddp: Any, loss: Any) -> None:
+    with ddp.no_sync():
+        loss(0).backward()
+    (3 * ddp.module[2].bias.sum()).backward()
+
+
+def by_autograd_grad(ddp: Any, loss: Any) -> None:
+    torch.autograd.grad(loss(0), ddp.module[2].bias)
+    loss(1).backward()
+
+
+def accumulated_until_one_is_trained(ddp: Any, loss: Any) -> None:
+    bias = ddp.module[2].bias
+    bias.requires_grad_(False)
+    for _ in range(2):
+        loss(0).backward()
+        ddp.zero_grad()
+    with ddp.no_sync():
+        loss(0).backward()
+    bias.requires_grad_()
+    loss(1)
+    (3 * bias.sum()).backward()
+
+
+WAYS = (
+    usual,
+    accumulated,
+    accumulated_until_one_is_trained,
+    accumulated_and_cleared,
+    one_small_parameter,
+    by_autograd_grad,
+)
+
+
+class Alone(nn.Module):
+    """A model that a process trains by itself, as a wrapper is used."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.no_sync = nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(x)
+        return out
+
+
+def gradients(model: Any, way: Any, rank: int) -> list[Tensor | None]:
+    def loss(number: int) -> Tensor:
+        x, y = zoo.batch(rank, number)
+        return zoo.loss_sum(model(x), y)
+
+    model.zero_grad()
+    way(model, loss)
+    return [None if p.grad is None else p.grad.clone() for p in model.module.parameters()]
+
+
+def wrapped(world: lockstep.World, unused: bool) -> list[list[Tensor | None]]:
+    results = []
+    for way in WAYS:
+        ddp = lockstep.DistributedDataParallel(zoo.build("mlp"), find_unused_parameters=unused)
+        for _ in range(2):  # after which the order of gradients is known
+            gradients(ddp, usual, world.rank)
+        assert ddp._averaging is not None
+        assert len(ddp._averaging.reducer._small) == len(list(ddp.parameters()))
+        results.append(gradients(ddp, way, world.rank))
+    return results
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_wrappers_small_gradients_are_those_of_one_process(size: int, unused: bool) -> None:
+    expected = []
+    for way in WAYS:
+        of_ranks = [gradients(Alone(zoo.build("mlp")), way, rank) for rank in range(size)]
+        expected.append(
+            [None if g[0] is None else sum(g) / size for g in zip(*of_ranks, strict=True)]
+        )
+    for results in on_team(wrapped, size, (unused,)):
+        for way, result, one in zip(WAYS, results, expected, strict=True):
+            for ours, theirs in zip(result, one, strict=True):
+                if theirs is None:
+                    assert ours is None, way.__name__
+                else:
+                    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def run_out(world: lockstep.World) -> list[Tensor]:
+    """Rank 0 has one batch more; what rank 1 has computed last has only accumulated."""
+    model = zoo.build("mlp")
+    ddp = lockstep.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for number in range(5 - world.rank):
+            x, y = zoo.batch(world.rank, number)
+            with ddp.no_sync() if number == 3 else nullcontext():
+                zoo.loss_sum(ddp(x), y).backward()
+            if number != 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_rank_whose_inputs_end_with_accumulated_gradients_takes_part() -> None:
+    first, second = on_team(run_out, 2)
+    torch.testing.assert_close(first, second)
+
+
+def with_a_hook_that_clears(world: lockstep.World) -> list[Tensor | None]:
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"), find_unused_parameters=True)
+    for _ in range(2):
+        gradients(ddp, usual, world.rank)
+
+    def take_away(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    ddp.module[2].bias.register_post_accumulate_grad_hook(take_away)
+    return gradients(ddp, usual, world.rank)
+
+
+def test_a_gradient_that_a_hook_takes_from_a_wrapper_ends_no_step() -> None:
+    first, second = on_team(with_a_hook_that_clears, 2)
+    for one, other in zip(first, second, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+def with_a_graph(world: lockstep.World) -> list[bool]:
+    """A backward that leaves out the last parameter of the bucket, with create_graph."""
+    ddp: Any = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    for _ in range(2):
+        gradients(ddp, usual, world.rank)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        zoo.loss_sum(ddp(zoo.batch(world.rank)[0]), zoo.batch(world.rank)[1]).backward()
+    with pytest.warns(LockstepWarning, match="has no graph"):
+        (ddp.module[2].bias.square().sum()).backward(create_graph=True)
+    return [parameter.grad.requires_grad for parameter in ddp.parameters()]
+
+
+def test_a_wrappers_small_gradients_have_no_graph() -> None:
+    for results in on_team(with_a_graph, 2):
+        assert not any(results)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep
 from tests import zoo
@@ -133,6 +136,19 @@ def weighted(world: lockstep.World) -> dict[str, Tensor]:
     with refused("divisor-with-hook"):
         ddp.divisor = 11
     return reduced
+
+
+def collect(*_: object) -> None:
+    gc.collect()
+
+
+def test_an_optimizer_may_step_while_a_dropped_wrapper_is_collected(world: lockstep.World) -> None:
+    lockstep.DistributedDataParallel(zoo.build("mlp"))
+    optimizer = torch.optim.SGD(zoo.build("mlp").parameters(), 0.1)
+    with ExitStack() as hooks:
+        for _ in range(2):  # the second is called after the first has collected the wrapper
+            hooks.callback(register_optimizer_step_post_hook(collect).remove)
+        optimizer.step()
 
 
 def test_the_divisor_is_the_callers() -> None:

@@ -41,6 +41,12 @@ class Fold(ABC):
         """Whether these gradients are where `add` would leave them."""
         return False
 
+    def add_all(self, numbers: Iterable[int], scale: float) -> bool:
+        """Take these gradients, times `scale`, at once. Return whether it was possible; if not,
+        nothing was changed.
+        """
+        return False
+
     def begin(self, cut: Cut | None) -> bool:
         """Begin a window, in which nothing has landed yet. Return whether its gradients need other
         memory, so that the buckets must be laid again.
@@ -131,6 +137,31 @@ class InPlace(Fold):
         for number in numbers:  # noqa: SIM110 - a generator costs a call for each gradient
             if self._parameters[number].grad is not self._views[number]:
                 return False
+        return True
+
+    def add_all(self, numbers: Iterable[int], scale: float) -> bool:
+        moved: list[Tensor] = []
+        gradients: list[Tensor] = []
+        views: list[Tensor] = []
+        parameters: list[nn.Parameter] = []
+        for number in numbers:
+            view = self._views[number]
+            parameter = self._parameters[number]
+            gradient = parameter.grad
+            views.append(view)
+            if gradient is view:
+                continue
+            if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
+                return False
+            moved.append(view)
+            gradients.append(gradient)
+            parameters.append(parameter)
+        if moved:
+            torch._foreach_copy_(moved, gradients)
+            for view, parameter in zip(moved, parameters, strict=True):
+                parameter.grad = view
+        if scale != 1 and views:
+            torch._foreach_mul_(views, scale)
         return True
 
     def add(self, number: int, scale: float) -> None:

@@ -17,9 +17,10 @@ A gradient that autograd delivers is one of these:
     final       the last of its parameter: its bucket waits for one gradient less, and is launched
                 when it waits for none
 
-A Python call per gradient takes longer than the backward of a small gradient. So autograd adds a
-Stepper's small gradients in place, and only stores each in a dictionary. They are counted when a
-large gradient or the last one of a bucket is ready, and when the backward ends.
+Python's part of a gradient takes longer than the backward of a small one. So small gradients are
+only stored in a dictionary, and counted together when a large gradient or the last one of a bucket is
+ready, and when the backward ends. Autograd adds a Stepper's in place; a wrapper's, which its caller
+may clear, are copied to their bucket when they are counted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,20 @@ class State(enum.Enum):
     ACCUMULATING = "gradients are ready, and more backwards follow"
     SENDING = "the closing backward runs: full buckets are launched"
     FINISHED = "the sums over all ranks are there"
+
+
+def _delivered(reference: ref[Reducer], number: int, parameter: Tensor) -> None:
+    """The hook of a large parameter, and of the last one in a bucket."""
+    reducer = reference()
+    if reducer is not None:
+        reducer.deliver(number, parameter)
+
+
+def _noted(reference: ref[Reducer], number: int, parameter: Tensor) -> None:
+    """The hook of a wrapper's small parameter."""
+    reducer = reference()
+    if reducer is not None:
+        reducer.note(number, parameter)
 
 
 class Reducer:
@@ -236,17 +252,25 @@ class Reducer:
         last_in_bucket = {bucket.spans[-1].parameter for bucket in self.buckets}
         small: set[int] = set()
         # the first window checks each gradient: whether it is sparse, and when it becomes ready
-        if self._adds_in_place and self.fold.adds_in_place and self._order is None:
-            small = {number for number in numbers if self.parameters[number].nbytes <= _SMALL}
+        if self.fold.adds_in_place and self._order is None and not self.static_graph.on:
+            for number in numbers:
+                if self.parameters[number].nbytes <= _SMALL and not self.fold.keeps_sparse(number):
+                    small.add(number)
+        if self._guarded and not self._adds_in_place:
+            small.clear()
         self._small = small
-        self.fold.keep(small)
+        self.fold.keep(small if self._guarded else ())
         self._arm()
+        # no hook holds the reducer: Python cannot free what a hook of its own parameter refers to
+        here = ref(self)
         hooks: list[Callable[[Tensor], None]] = []
         for number in numbers:
-            if number in small and number not in last_in_bucket:
+            if number not in small or number in last_in_bucket:
+                hooks.append(partial(_delivered, here, number))
+            elif self._guarded:
                 hooks.append(partial(self._uncounted.__setitem__, number))
-            else:
-                hooks.append(partial(self._delivered, number))
+            else:  # a Stepper's backward has an end; a wrapper must note that one has begun
+                hooks.append(partial(_noted, here, number))
         self._trained.call(hooks)
 
     def _arm(self) -> None:
@@ -303,6 +327,8 @@ class Reducer:
             for work in self._works:
                 work.wait()
             self._arm()
+        if not self._guarded:
+            self.keep_accumulated()
         if self._trained.changed():
             self._release()
             self._follow_model()
@@ -396,25 +422,39 @@ class Reducer:
         self._unexpected = False
         self._uncounted.clear()
 
-    def _delivered(self, number: int, parameter: Tensor) -> None:
-        """Handle a gradient: the parameter's hook, which autograd calls."""
+    def deliver(self, number: int, parameter: Tensor) -> None:
+        """Handle a gradient that autograd has put into `.grad`."""
         if not self.expecting:
             self._unexpected = True
         elif not self.closing and number in self._small:
             self._uncounted[number] = parameter  # no bucket waits for it
         else:
+            if self.closing and self.state is not State.SENDING:
+                self._begin_sending()
             if self._uncounted:
                 self._count_small()
             self.gradient_ready(number, parameter)
+
+    def note(self, number: int, parameter: Tensor) -> None:
+        """Note a wrapper's small gradient, which is counted later."""
+        if self.closing and self.state is not State.SENDING:
+            self._begin_sending()
+        self._uncounted[number] = parameter
 
     def _count_small(self) -> None:
         """Count the small gradients that were delivered, in their order."""
         self.reached = True
         delivered = self._uncounted.copy()
         self._uncounted.clear()
-        if self.on_ready is not None or not self.fold.all_in_place(delivered):
+        if self.on_ready is not None:
+            together = False
+        elif self._guarded:
+            together = self.fold.all_in_place(delivered)
+        else:
+            together = self.fold.add_all(delivered, self.scale if self.closing else 1.0)
+        if not together:
             for number, parameter in delivered.items():
-                if parameter.grad is None:  # another hook has cleared it since
+                if parameter.grad is None and self._guarded:  # another hook has cleared it since
                     raise UsageError("gradient-cleared", parameter=self.names[number])
                 self.gradient_ready(number, parameter)
             return
@@ -451,8 +491,7 @@ class Reducer:
             raise static.late(number, self.names[number])
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            self._warn_once(_NO_GRAPH, number)
-            gradient = parameter.grad = gradient.detach()
+            gradient = self._drop_graph(number, parameter)
         if gradient is not None and gradient.is_sparse and not self.fold.keeps_sparse(number):
             self._warn_once(_DENSE, number)
         if self.closing and self.state is not State.SENDING:
@@ -478,9 +517,30 @@ class Reducer:
 
     def _begin_sending(self) -> None:
         """Note the first gradient of a closing backward."""
+        if not self._guarded:
+            self.keep_accumulated()
         self.state = State.SENDING
         if self.on_first is not None:
             self.on_first()
+
+    def keep_accumulated(self) -> None:
+        """Note which of a wrapper's small gradients are ready though no bucket has them: of backwards
+        that only accumulate, and of one that has left out the last of their bucket. Where they are,
+        the next backward adds to them, and `finish` takes them.
+        """
+        for number, parameter in self._uncounted.items():
+            gradient = parameter.grad
+            self.ready[number] = gradient is not None
+            if gradient is not None and gradient.requires_grad:
+                self._drop_graph(number, parameter)
+        self._uncounted.clear()
+
+    def _drop_graph(self, number: int, parameter: Tensor) -> Tensor:
+        """Detach a parameter's gradient, and warn of it once."""
+        assert parameter.grad is not None
+        self._warn_once(_NO_GRAPH, number)
+        parameter.grad = parameter.grad.detach()
+        return parameter.grad
 
     def _warn_once(self, text: str, number: int) -> None:
         if text not in self._warned:
@@ -521,6 +581,8 @@ class Reducer:
         ranks. A gradient that never came is zero. `send` starts messages that travel behind the
         buckets.
         """
+        if not self._guarded:
+            self.keep_accumulated()
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:

@@ -9,6 +9,7 @@ reduced, the wrapper counts the ranks with inputs, because the mean may be over 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -31,6 +32,20 @@ from lockstep.runtime import status
 from lockstep.step.backward_end import BackwardEnd
 
 _DRIFT = 1e-4  # of a tensor's largest value
+_watching: weakref.WeakSet[Averaging] = weakref.WeakSet()  # they are told of optimizers' steps
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Have each wrapper note every step of an optimizer. The hook stays: an optimizer cannot step
+    while a hook is removed, which could be at any time if it followed a wrapper's lifetime.
+    """
+
+    def stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for averaging in list(_watching):
+            averaging.note_step(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 class Averaging:
@@ -81,7 +96,9 @@ class Averaging:
         self._unused = UnusedCheck(self.reducer, "skip" if may_be_unused else "error")
         self._replicas = ReplicaCheck(drift=_DRIFT) if compares else None
         if compares:
-            self._watch_optimizers()
+            self._own = {id(parameter) for parameter in module.parameters()}
+            _watch_optimizers()
+            _watching.add(self)
         self._reduced = 0  # forwards so far whose backward is reduced
         self._forwards = 0  # forwards at which replicas could be compared
         self._left: list[tuple[str, Tensor]] | None = None  # the weights after the optimizer's step
@@ -150,27 +167,16 @@ class Averaging:
             if name not in self.reducer.ignored
         ]
 
-    def _watch_optimizers(self) -> None:
-        """Have `_stepped` called after each step of an optimizer of these parameters. Until the
-        next forward the program may move the weights on purpose, differently on each rank (sharpness-
-        aware minimization does), so a copy is kept when they are to be compared.
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note a step of these parameters' optimizer. Until the next forward the program may move the
+        weights on purpose, differently on each rank (sharpness-aware minimization does), so a copy is
+        kept when they are to be compared.
         """
-        reference = weakref.ref(self)
-        own = {id(parameter) for parameter in self._module.parameters()}
-
-        def stepped(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            averaging = reference()
-            if averaging is None:
-                return
-            for group in optimizer.param_groups:
-                if any(id(parameter) in own for parameter in group["params"][:1]):
-                    averaging._stepped(optimizer)
-                    return
-
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
-
-    def _stepped(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if any(id(parameter) in self._own for parameter in group["params"][:1]):
+                break
+        else:
+            return
         if self._replicas is not None and self._replicas.due(self._forwards + 1):
             self._left = [(name, weight.detach().clone()) for name, weight in self._trained()]
         self._version = self.reducer.parameters[0]._version

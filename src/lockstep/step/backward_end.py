@@ -42,6 +42,7 @@ class BackwardEnd:
             and reducer.on_first is not None
             and _accumulates(torch._C._current_autograd_node())
         ):
+            reducer.keep_accumulated()
             reducer.state = State.SENDING
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
