@@ -15,8 +15,9 @@ them. "sum": both ranks get the whole sum; "slice": each rank gets its half, for
     half        a rank copies only the half that the other adds
     read        nothing is copied: a rank reads its half from the other's gradients by the kernel's
                 cross-memory read, piece by piece, and adds it to its own; the halves are read back
+    bucket      as read, but the sum is written to shared memory
 
-"read" needs the right to trace the other process (Yama, containers).
+"read" and "bucket" need the right to trace the other process (Yama, containers).
 """
 
 from __future__ import annotations
@@ -125,19 +126,25 @@ def half(ranks: Ranks, scattered: bool) -> None:
     ranks.gradients.clear()
 
 
-def cross_memory(ranks: Ranks, scattered: bool) -> None:
+def cross_memory(ranks: Ranks, scattered: bool, *, to_bucket: bool = False) -> None:
     own, others = ranks.halves()
+    sums = ranks.own if to_bucket else ranks.gradients
     ranks.told[1:] = torch.tensor([gradient.data_ptr() for gradient in ranks.gradients])
     ranks.memory.synchronize("the addresses are there")
     pid, *addresses = ranks.other.tolist()
     for number in own:
         for start in range(0, _ELEMENTS, _PIECE):
             read(ranks.scratch, pid, addresses[number] + 4 * start)
-            ranks.gradients[number][start : start + _PIECE].add_(ranks.scratch)
+            piece = slice(start, start + _PIECE)
+            torch.add(ranks.gradients[number][piece], ranks.scratch, out=sums[number][piece])
     ranks.memory.synchronize("the sums are there")
     if not scattered:
+        remote = ranks.parts[1 - ranks.rank].split(_ELEMENTS)
         for number in others:
-            read(ranks.gradients[number], pid, addresses[number])
+            if to_bucket:
+                ranks.own[number].copy_(remote[number])
+            else:
+                read(ranks.gradients[number], pid, addresses[number])
         ranks.memory.synchronize("the sums were read")
     ranks.gradients.clear()
 
@@ -148,6 +155,7 @@ WAYS: dict[str, Callable[[Ranks, bool], None]] = {
     "memmove": memmove,
     "half": half,
     "read": cross_memory,
+    "bucket": partial(cross_memory, to_bucket=True),
 }
 
 
