@@ -193,9 +193,8 @@ class WindowRun:
         status.enter("forward")
 
     def count(self, loss: Tensor, weight: float | Tensor) -> float:
-        """Count the micro-batch's sum of losses and its weight. With the last one, the facts of
-        the step are sent, and then the buckets as they fill: best before its backward, which hides
-        the messages.
+        """Count the micro-batch's sum of losses and its weight. With the last one, the buckets are
+        sent as they fill: best before its backward, which hides the messages.
 
         Returns:
             The factor for the loss, equal on all ranks: 1 without loss scaling.
@@ -208,7 +207,8 @@ class WindowRun:
         if self._factor is None:
             self._factor = self._scale.agree(self._parts.facts_group, weight)
         if self._last:
-            self._send()
+            if self._facts_lead:
+                self._send()
             self._reducer.allow_launch()
         return self._factor
 
@@ -229,6 +229,8 @@ class WindowRun:
         self._buffers.end_micro_batch(self._weight, self._row)
         if interrupted:
             return
+        if self._last and self.counted and self._reducer.all_launched and not self.facts.sent:
+            self._send()
         if not self.in_users_loop:
             status.enter("data")
         # loading the next batch of a plain list may draw random numbers
@@ -301,6 +303,19 @@ class WindowRun:
 
     # -- the sum ----------------------------------------------------------------------------------
 
+    @property
+    def _facts_lead(self) -> bool:
+        """Whether the facts leave before the buckets: the sum needs their weight, or the host of a GPU
+        reads them while the buckets travel. Otherwise they would only delay the buckets.
+        """
+        return self._reducer.reduction.divisor is not None or self._world.device.type != "cpu"
+
+    def _send_last(self) -> None:
+        """Send what travels behind the buckets."""
+        if not self.facts.sent:
+            self._send()
+        self._buffers.send()
+
     def _send(self) -> None:
         """Send the facts of the step."""
         check = self._overwritten
@@ -337,13 +352,13 @@ class WindowRun:
         status.enter("reduce")
         if self._factor is None:
             self._factor = self._scale.agree(self._parts.facts_group, 0.0)
-        if not self.facts.sent:
+        if self._facts_lead and not self.facts.sent:
             self._send()
         if self._parts.shard.mesh is not None:
             self._parts.shard.collect(reducer)
         reducer.check_not_cleared()  # before waiting for other ranks
         if reduction.divisor is None:
-            reducer.finish(self._buffers.send)
+            reducer.finish(self._send_last)
             facts = self.facts.wait()
             divisor = self._divisor(facts)
         else:
