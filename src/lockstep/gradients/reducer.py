@@ -72,20 +72,6 @@ class State(enum.Enum):
     FINISHED = "the sums over all ranks are there"
 
 
-def _delivered(reference: ref[Reducer], number: int, parameter: Tensor) -> None:
-    """The hook of a large parameter, and of the last one in a bucket."""
-    reducer = reference()
-    if reducer is not None:
-        reducer.deliver(number, parameter)
-
-
-def _noted(reference: ref[Reducer], number: int, parameter: Tensor) -> None:
-    """The hook of a wrapper's small parameter."""
-    reducer = reference()
-    if reducer is not None:
-        reducer.note(number, parameter)
-
-
 class Reducer:
     """The gradients of one model's trainable parameters, summed over the ranks of a group.
 
@@ -261,16 +247,15 @@ class Reducer:
         self._small = small
         self.fold.keep(small if self._guarded else ())
         self._arm()
-        # no hook holds the reducer: Python cannot free what a hook of its own parameter refers to
         here = ref(self)
         hooks: list[Callable[[Tensor], None]] = []
         for number in numbers:
             if number not in small or number in last_in_bucket:
-                hooks.append(partial(_delivered, here, number))
+                hooks.append(partial(self._delivered, here, number))
             elif self._guarded:
                 hooks.append(partial(self._uncounted.__setitem__, number))
             else:  # a Stepper's backward has an end; a wrapper must note that one has begun
-                hooks.append(partial(_noted, here, number))
+                hooks.append(partial(self._noted, here, number))
         self._trained.call(hooks)
 
     def _arm(self) -> None:
@@ -422,8 +407,14 @@ class Reducer:
         self._unexpected = False
         self._uncounted.clear()
 
-    def deliver(self, number: int, parameter: Tensor) -> None:
+    # The hooks. None holds the reducer: Python cannot free what a hook of its own parameter refers to.
+
+    @staticmethod
+    def _delivered(reducer: ref[Reducer], number: int, parameter: Tensor) -> None:
         """Handle a gradient that autograd has put into `.grad`."""
+        self = reducer()
+        if self is None:
+            return
         if not self.expecting:
             self._unexpected = True
         elif not self.closing and number in self._small:
@@ -435,8 +426,12 @@ class Reducer:
                 self._count_small()
             self.gradient_ready(number, parameter)
 
-    def note(self, number: int, parameter: Tensor) -> None:
+    @staticmethod
+    def _noted(reducer: ref[Reducer], number: int, parameter: Tensor) -> None:
         """Note a wrapper's small gradient, which is counted later."""
+        self = reducer()
+        if self is None:
+            return
         if self.closing and self.state is not State.SENDING:
             self._begin_sending()
         self._uncounted[number] = parameter

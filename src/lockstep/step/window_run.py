@@ -116,6 +116,9 @@ class WindowRun:
         self._slots = window.cut.slots if exact and window is not None else 0
         self._buffers.begin(self._slots)
         self.facts = FactsMessage(parts.facts_group, world.device, self._slots)
+        # Whether they leave before the buckets: the sum needs their weight, or the host of a GPU reads
+        # them while the buckets travel. Otherwise they would only delay the buckets.
+        self._facts_lead = parts.reducer.reduction.divisor is not None or world.device.type != "cpu"
         self.stops = False
         """Whether this rank asks to stop. The facts tell all ranks."""
         self.divides = True
@@ -303,17 +306,9 @@ class WindowRun:
 
     # -- the sum ----------------------------------------------------------------------------------
 
-    @property
-    def _facts_lead(self) -> bool:
-        """Whether the facts leave before the buckets: the sum needs their weight, or the host of a GPU
-        reads them while the buckets travel. Otherwise they would only delay the buckets.
-        """
-        return self._reducer.reduction.divisor is not None or self._world.device.type != "cpu"
-
     def _send_last(self) -> None:
-        """Send what travels behind the buckets."""
-        if not self.facts.sent:
-            self._send()
+        """Send what travels behind the buckets, the facts first."""
+        self._send()
         self._buffers.send()
 
     def _send(self) -> None:
@@ -358,7 +353,7 @@ class WindowRun:
             self._parts.shard.collect(reducer)
         reducer.check_not_cleared()  # before waiting for other ranks
         if reduction.divisor is None:
-            reducer.finish(self._send_last)
+            reducer.finish(self._buffers.send if self.facts.sent else self._send_last)
             facts = self.facts.wait()
             divisor = self._divisor(facts)
         else:
