@@ -73,7 +73,9 @@ def why_not() -> str | None:
 
 
 def variables_of(rank: int, made: Sequence[Host], per_host: int = 1) -> dict[str, str]:
-    """The environment of a rank on these hosts, of which each has so many."""
+    """The environment of a rank on these hosts, of which each has so many. All of them share the
+    cores of this machine, so a rank has one thread.
+    """
     node, local = divmod(rank, per_host)
     return os.environ | {
         "RANK": str(rank),
@@ -84,6 +86,7 @@ def variables_of(rank: int, made: Sequence[Host], per_host: int = 1) -> dict[str
         "MASTER_ADDR": made[0].address,
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
     }
 
 

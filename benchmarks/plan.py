@@ -139,7 +139,7 @@ def _trained_on(hosts: list[namespaces.Host], scratch: Path, model: Model, worke
     ]
     ranks: list[subprocess.Popen[bytes]] = []
     for number, host in enumerate(hosts):
-        environment = namespaces.variables_of(number, hosts) | {"OMP_NUM_THREADS": "1"}
+        environment = namespaces.variables_of(number, hosts)
         ranks.append(host.start(words, environment=environment, log=str(scratch / f"log-{number}")))
     try:
         codes = [rank.wait(timeout=600) for rank in ranks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,6 +56,14 @@ def run(
             help="Write rank-N.log there. Default: a temporary folder, kept if a rank fails.",
         ),
     ] = None,
+    check_replicas: Annotated[
+        bool,
+        typer.Option(
+            "--check-replicas",
+            help="For scripts that train without Lockstep: compare the ranks' weights after an"
+            " optimizer's first two steps, after every 100th and after the last.",
+        ),
+    ] = False,
 ) -> None:
     """Run SCRIPT (or -m MODULE) on several ranks of this host, a Ray cluster, or a set of nodes.
 
@@ -70,6 +78,7 @@ def run(
       lockstep run -n 2 -m package.train             run a module, as python -m does
       lockstep run -n 2 --log logs train.py          keep each rank's output in logs/
       lockstep run -n 1:4 train.py                   restart it when a worker is killed
+      lockstep run -n 2 --check-replicas train.py    say when the ranks' weights differ
     """
     if not command:
         raise UsageError("nothing-to-run")
@@ -79,6 +88,7 @@ def run(
 
     allowed = None if workers is None else Workers.read(workers)
     target = _target(command[0], command[1:], module=module)
+    target = replace(target, check_replicas=check_replicas)
     script = _Script(target=target, logs=_folder(log), launch=launch)
     if cluster.ray is not None:
         nodes.refuse_beside_ray(cluster)

@@ -40,6 +40,7 @@ from lockstep.launcher import (
 )
 from lockstep.launcher.fork_server import flags
 from lockstep.launcher.logs import Console
+from lockstep.launcher.script_replicas import ScriptReplicas
 from lockstep.runtime import binding, launched, preemption, processes, status
 from lockstep.runtime.disk import write_all
 from lockstep.runtime.environment import Placement, started_by_others
@@ -72,6 +73,8 @@ class Target:
     args: Sequence[str] = ()
     task: str | None = None
     """For one of Lockstep's own modules: the user's file that it loads."""
+    check_replicas: bool = False
+    """Whether the weights that the ranks train are compared."""
 
     def __post_init__(self) -> None:
         if (self.script is None) == (self.module is None):
@@ -91,10 +94,18 @@ class Target:
 
     def run(self, *descriptors: int) -> None:
         torch_rendezvous.be_launched_for_libraries()
-        if self.script is not None:
-            self._run_script(self.script)
-        else:
-            self._run_module(self.module or "")
+        replicas = ScriptReplicas() if self.check_replicas else None
+        try:
+            if self.script is not None:
+                self._run_script(self.script)
+            else:
+                self._run_module(self.module or "")
+        except SystemExit as ended:
+            if replicas is not None and not ended.code:
+                replicas.compare_at_end()
+            raise
+        if replicas is not None:
+            replicas.compare_at_end()
 
     def _run_script(self, script: str) -> None:
         _set_arguments([script, *self.args])
