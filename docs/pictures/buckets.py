@@ -26,7 +26,7 @@ from lockstep.world.world import init
 
 WORKERS, LAYERS = 2, 6
 _WARM, _STEPS = 5, 25
-_WIDTH, _SAMPLES = 512, 64  # features of a layer, samples of a rank's step
+_WIDTH, _SAMPLES = 512, 384  # features of a layer, samples of a rank's step
 _COLOURS = {
     "forward": "var(--blue)",
     "backward": "var(--green)",
@@ -107,7 +107,7 @@ def _on_rank(layers: int) -> list[RankMoments]:
                 lambda _, name=name: landed.__setitem__(name, time.monotonic())
             )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        stepper = Stepper(model, optimizer, bucket_mb=1.0)
+        stepper = Stepper(model, optimizer, reduce="native", bucket_mb=1.0)
         data = TensorDataset(torch.randn(world.size * _SAMPLES * _STEPS, _WIDTH))
         loader = Loader(data, global_batch=world.size * _SAMPLES, micro_batch=_SAMPLES)
         found = []
