@@ -106,9 +106,11 @@ def plot(found: dict[str, list[tuple[float, float]]], file: str) -> None:
     chart = Plot(
         (1, epochs), "epoch", up=(0, 1), up_label="accuracy of the average", legend=colours
     )
-    for name, accuracies in found.items():
+    for number, (name, accuracies) in enumerate(found.items()):
         together = [average for _, average in accuracies]
-        chart.curve(enumerate(together, 1), colours[name], dots=True)
+        # curves may lie on each other: later ones have longer gaps, in which earlier ones are seen
+        dashes = f"6 {2 * number}" if number else None
+        chart.curve(enumerate(together, 1), colours[name], dots=True, dashes=dashes)
     title = "Accuracy of the averaged replicas, by how often they synchronize"
     ends = [f"{name}: {accuracies[-1][1]:.3f}" for name, accuracies in found.items()]
     figure(title, [chart], f"After {epochs} epochs: {', '.join(ends)}.").save(file)
