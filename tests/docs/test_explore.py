@@ -89,6 +89,16 @@ def test_its_rounds_are_the_schedules(tab: Page) -> None:
         ]
 
 
+def test_a_cell_says_which_ranks_it_counts(tab: Page) -> None:
+    told = json.loads(
+        tab.value(
+            "JSON.stringify([[[0], 20], [[0, 1, 2, 5], 40], [[3, 4], 20], [[0, 2, 4, 6], 20]]"
+            ".map(([ranks, room]) => inside(new Set(ranks), room)))"
+        )
+    )
+    assert told == ["0", "0-2,5", "3-4", "(4)"]
+
+
 def test_the_command_that_it_shows_gives_what_it_shows(tab: Page, tmp_path: Path) -> None:
     tab.open(FILE, width=1280)  # as another test left it, a field may be empty
     chosen = "form.elements.algorithm.value = 'tree', form.elements.workers.value = 5, show()"
