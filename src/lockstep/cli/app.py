@@ -42,6 +42,7 @@ SECTIONS = {  # of the help; a command has the name of its function
     },
     "Cluster": {"slurm": "Write a Slurm batch script for TASK or a script."},
     "Learn": {
+        "new": "Write a skeleton of a sampler, a trainer or a task.",
         "show": "Draw algorithms, sample orders, meshes, and pipelines.",
         "explain": "Explain an error by its code.",
     },
