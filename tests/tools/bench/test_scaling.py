@@ -261,6 +261,12 @@ def test_what_is_no_task_is_refused(given: Any, code: str, values: dict[str, Any
         source(given)
 
 
+def test_a_model_and_a_data_set_without_a_loss_are_refused() -> None:
+    """The call of teaching texts."""
+    with refused("not-model-dataset-loss", given="a Linear without a loss"):
+        lockstep.benchmark_scaling(nn.Linear(6, 3), DATA, [1, 2, 4, 8])  # type: ignore[arg-type]
+
+
 def test_what_ranks_cannot_get_is_refused() -> None:
     with refused("call-not-sendable"):
         lockstep.benchmark_scaling((lambda: net(), DATA, nn.MSELoss()), [1])

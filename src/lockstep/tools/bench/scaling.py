@@ -36,7 +36,7 @@ _REPEATED = 4  # windows, if loading is not timed
 def benchmark_scaling(
     task: Task | str | Path | Callable[[], Task] | tuple[Any, Any, Any],
     workers: Sequence[int],
-    *,
+    *more: Any,
     mode: str = "strong",
     steps: int = 10,
     rounds: int = 5,
@@ -69,6 +69,8 @@ def benchmark_scaling(
             and loss(output, target). Other processes must be able to import all of it.
         workers: numbers of ranks, such as [1, 2, 4]. The first one is the base: its speedup and
             efficiency are 1.
+        more: nothing. The call (model, dataset, [1, 2]) of many texts lacks the loss, and the
+            error shows where it goes.
         mode: "strong": the global batch stays the same; "weak": the batch of a rank stays the same.
         steps, rounds: timed steps of a turn, and turns of each number of workers.
         threads: intra-op threads of each rank. None: an equal part of the cores, as in
@@ -88,6 +90,9 @@ def benchmark_scaling(
         UsageError: invalid values, or a task that cannot be sent to other processes.
         WorkerFailed: a rank failed.
     """
+    if more:
+        given = f"a {type(task).__name__} without a loss"
+        raise UsageError("not-model-dataset-loss", given=given)
     counts = _checked(workers)
     if mode not in ("strong", "weak"):
         raise UsageError("unknown-choice", name="mode", value=mode, choices=("strong", "weak"))
