@@ -260,6 +260,26 @@ def test_a_hidden_state_is_carried_on_any_number_of_ranks() -> None:
         torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
 
 
+def carried_by_copies(world: lockstep.World) -> None:
+    """Two micro-batches a step; what the step before has carried is there, on idle ranks too."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(list(torch.arange(16.0).unsqueeze(1)), batch_size=4)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, micro_batch=2, world=world
+    )
+    for x in loader:
+        if x[0] >= 4:
+            assert torch.equal(loader.carried["x"] + 4, x)
+        loader.carried["x"] = x
+        model(x).mean().backward()
+        optimizer.step()
+
+
+def test_a_rank_without_a_micro_batch_carries_its_copy() -> None:
+    run_ranks(carried_by_copies, 3)
+
+
 def test_a_hidden_state_is_saved_with_the_run(tmp_path: Path) -> None:
     expected = run_ranks(recurrent, 1)[0]
     for ranks in (1, 2):

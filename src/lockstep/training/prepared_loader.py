@@ -302,6 +302,7 @@ class BySlot:
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
         self._own: dict[str, dict[str, Any]] = {}  # by the numbers of this rank's micro-batches
+        self._copied: dict[str, dict[str, Any]] = {}  # of other ranks' micro-batches
 
     def of(self, slot: int) -> dict[str, Any]:
         """Return the values of the micro-batch with this number, which is this rank's."""
@@ -311,9 +312,15 @@ class BySlot:
         return self._own[number]
 
     def copy_of(self, slot: int) -> dict[str, Any]:
-        """Return a copy of the values of a micro-batch, as far as this rank knows them."""
+        """Return the values for a copy of a micro-batch: this rank's own, copied, or what its copies of
+        another rank's have carried so far.
+        """
         number = str(slot)
-        return copy.deepcopy(self._own.get(number) or self._loaded.get(number, {}))
+        if number in self._own:
+            return copy.deepcopy(self._own[number])
+        if number not in self._copied:
+            self._copied[number] = copy.deepcopy(self._loaded.get(number, {}))
+        return self._copied[number]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of all ranks, by the micro-batch's number. Every rank calls it."""
@@ -328,3 +335,4 @@ class BySlot:
         """Load a result of `state_dict`, from any number of ranks."""
         self._loaded = dict(state)
         self._own.clear()
+        self._copied.clear()
