@@ -17,7 +17,7 @@ from lockstep import launch
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.testing import run_ranks
 
-_PATIENCE = timedelta(seconds=60)
+_PATIENCE = timedelta(seconds=30)
 
 
 class Wrong(AssertionError):
@@ -54,12 +54,14 @@ def on_ranks(
         if open_world:
             return run_ranks(fn, workers, args, timeout=_PATIENCE)
         return launch(fn, workers, args, timeout=_PATIENCE)
-    except LaunchTimeout:
+    except LaunchTimeout as late:
         raise Wrong(
-            f"After {_PATIENCE.seconds} seconds {workers} ranks are still running. "
-            "Does every rank call the same collectives in the same order?"
+            f"{late.sentence}\nDoes every rank call the same collectives in the same order?"
         ) from None
     except WorkerFailed as failed:
+        _, is_wrong, sentence = failed.traceback.rpartition(f"\n{Wrong.__module__}.Wrong: ")
+        if is_wrong:
+            raise Wrong(sentence.rstrip()) from None
         if failed.traceback.rstrip().endswith("\nNotImplementedError"):
             raise NotImplementedError from None
         raise Wrong(f"Your function failed on a rank:\n{failed}") from None

@@ -121,6 +121,70 @@ def test_the_grader_tells_the_solution_from_the_exercise(
         grade("exercises", name)
 
 
+WRONG: dict[str, tuple[str, dict[str, str], str]] = {
+    "no zero_grad": ("lesson1", {"    model.zero_grad()\n": ""}, "gradient of an earlier step"),
+    "its own address": (
+        "lesson2",
+        {"init_method=init_method,": 'init_method=f"{init_method}-own",'},
+        "not at init_method=",
+    ),
+    "no all-gather": (
+        "lesson3",
+        {"range(size - 1):  # all-gather": "range(0):  # all-gather"},
+        "sent 1 messages",
+    ),
+    "a round too many": (
+        "lesson3",
+        {"range(size - 1):  # all-gather": "range(size):  # all-gather"},
+        "sent 1 messages. A ring sends .* = 0",
+    ),
+    "mean of means": (
+        "lesson5",
+        {"each.flatten() for": "each.flatten() / max(weight, 1) for", "float(weight)": "1.0"},
+        "the mean of the ranks' means",
+    ),
+    "no gradient, no call": (
+        "lesson6",
+        {
+            "parameter.grad = torch.zeros_like(parameter)": "parameter.grad = None",
+            "    for parameter in model.parameters():\n        dist": """
+    for parameter in (p for p in model.parameters() if p.grad is not None):
+        dist""",
+        },
+        "calls all_reduce of 48 numbers, and rank 2 has returned",
+    ),
+    "4(N - 1)": ("lesson7", {"2 * (ranks - 1)": "4 * (ranks - 1)"}, "what it receives"),
+    "whole tensors": ("lesson7", {"rounds / ranks * size": "rounds * size"}, "has one cell"),
+    "the tensor once": ("lesson7", {"rounds / ranks * size": "size"}, "not the tensor once"),
+    "no overlap": (
+        "lesson7",
+        {"max(link_free, forward + backward)": "forward + backward + sum(buckets)"},
+        "without overlap",
+    ),
+}
+"""Wrong attempts: the lesson, what differs from its solution, and what the grader says."""
+
+
+@pytest.mark.parametrize("attempt", WRONG)
+def test_the_grader_names_the_mistake(
+    attempt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(COURSE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from grading import Wrong, grade
+
+    lesson, changes, sentence = WRONG[attempt]
+    text = (COURSE / "solutions" / f"{lesson}.py").read_text()
+    for right, wrong in changes.items():
+        assert text.count(right) == 1, right
+        text = text.replace(right, wrong)
+    folder = f"attempt_{[*WRONG].index(attempt)}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{lesson}.py").write_text(text)
+    with pytest.raises(Wrong, match=sentence):
+        grade(folder, lesson)
+
+
 def test_a_student_grades_one_lesson() -> None:
     """As the pages say. Lesson 1 is not lesson 10 too."""
     command = [sys.executable, "-m", "pytest", str(COURSE), "-q", "-k", "lesson1"]

@@ -26,8 +26,8 @@ def check_one(lesson: ModuleType, inputs: Tensor, labels: Tensor, micro_batch: i
     expected = [each.grad.clone() for each in model.parameters()]
     weights = [each.detach().clone() for each in model.parameters()]
     seen: list[int] = []
-    with torch.no_grad():
-        model[0].weight.grad += 1  # of an earlier step: it must not count
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # of an earlier step: it must not count
     hook = model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
     found = lesson.gradient_in_parts(model, inputs, labels, micro_batch)
     hook.remove()

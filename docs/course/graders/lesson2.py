@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -32,7 +33,7 @@ def grade(lesson: ModuleType) -> None:
         check_refused(lesson, missing, {n: v for n, v in SRUN.items() if n != missing})
 
     with tempfile.TemporaryDirectory() as folder:
-        results = on_ranks(joined, WORKERS, lesson.run, f"file://{folder}/store", open_world=False)
+        results = on_ranks(joined, WORKERS, lesson.run, f"{folder}/store", open_world=False)
     for rank, result in enumerate(results):
         check_rank(rank, *result)
 
@@ -46,15 +47,27 @@ def check_refused(lesson: ModuleType, missing: str, environ: dict[str, str]) -> 
         raise Wrong(f"{missing} is missing in {environ}, and place() returned {found}.")
 
 
-def joined(run: Callable[..., object], init_method: str) -> tuple[object, bool, bool, bool]:
+def joined(run: Callable[..., object], store: str) -> tuple[object, bool, bool, bool]:
     """On a rank: what `run` returned, whether a group was left open, whether the exception of
     `work` came out of it, and whether a group was left open then.
     """
     rank = int(os.environ["RANK"])
     for name in list(os.environ):
-        if name in TORCHRUN or name.startswith(("MASTER_", "SLURM_")):
+        if name in TORCHRUN or name.startswith(("MASTER_", "SLURM_", "TORCHELASTIC_")):
             del os.environ[name]
-    result = run(rank, WORKERS, init_method, work)
+    init_method = f"file://{store}"
+    stores: list[bool] = []
+
+    def work_and_look() -> tuple[int, int, str, int]:
+        stores.append(Path(store).exists())
+        return work()
+
+    result = run(rank, WORKERS, init_method, work_and_look)
+    if stores == [False]:
+        raise Wrong(
+            f"run() joined a group, but not at init_method={init_method!r}. Give init_method, rank "
+            "and world_size to init_process_group. Then no variables and no port are needed."
+        )
     left_open = dist.is_initialized()
     if left_open:
         dist.destroy_process_group()

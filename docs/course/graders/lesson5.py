@@ -63,12 +63,12 @@ def averaged(world: World, average_gradients: Callable[..., None]) -> Found:
     return results
 
 
-def alone(counts: tuple[int, ...]) -> dict[str, Tensor]:
-    """The sums of all ranks' gradients, in one process."""
+def alone(counts: tuple[int, ...], divisors: tuple[int, ...] = (1, 1, 1)) -> dict[str, Tensor]:
+    """The sums of all ranks' gradients, in one process. Each rank's is divided by its divisor."""
     model = Net()
     for rank, count in enumerate(counts):
         if count:
-            model.summed_loss(*samples(counts, rank)).backward()
+            (model.summed_loss(*samples(counts, rank)) / divisors[rank]).backward()
     return {
         name: torch.zeros_like(each) if each.grad is None else each.grad
         for name, each in model.named_parameters()
@@ -81,6 +81,7 @@ def check_one(
     case = f"With {counts} samples on the ranks rank {rank}"
     check(calls == 1, f"{case} called all_reduce {calls} times. Call it once.")
     sums, total = alone(counts), sum(counts)
+    means = alone(counts, divisors=counts)
     wrongs = {
         "the sum over all samples. Divide by their number": 1.0,
         f"the sum divided by {len(counts)}, the number of ranks. Divide by the number of samples "
@@ -95,4 +96,9 @@ def check_one(
                 right or not close(found, summed * factor),
                 f"{case} has for {name} {what}.",
             )
+        check(
+            right or not close(found, means[name] / len(counts)),
+            f"{case} has for {name} the mean of the ranks' means. A rank with fewer samples must "
+            "count less: add up the sums, and divide once by the samples of all ranks.",
+        )
         check(right, f"{case} has another gradient for {name} than one process with all samples.")
