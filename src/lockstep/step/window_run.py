@@ -232,6 +232,7 @@ class WindowRun:
         self._buffers.end_micro_batch(self._weight, self._row)
         if interrupted:
             return
+        # behind the buckets, but not later: other ranks can end their step before this one does
         if self._last and self.counted and self._reducer.all_launched and not self.facts.sent:
             self._send()
         if not self.in_users_loop:
