@@ -51,11 +51,13 @@ def train(world: lockstep.World, door: str, model: nn.Module) -> None:
         walk(stepper, [zoo.batch(world.rank, step)])
 
 
-def left(world: lockstep.World, door: str) -> int:
-    """How many parameters there are after their model was trained and dropped."""
+def left(world: lockstep.World, door: str, times: int = 1) -> int:
+    """How many parameters there are after their model was trained, so often anew, and dropped."""
     model = zoo.build("mlp")
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
-    train(world, door, model)
+    for _ in range(times):
+        train(world, door, model)
+        gc.collect()
     del model
     gc.collect()
     return sum(parameter() is not None for parameter in parameters)
@@ -65,3 +67,8 @@ def left(world: lockstep.World, door: str) -> int:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_dropped_is_freed(size: int, door: str) -> None:
     assert on_team(left, size, (door,)) == [0] * size
+
+
+@pytest.mark.parametrize("door", ["a wrapper", "prepare", "a stepper"])
+def test_a_model_is_freed_that_was_trained_twice(door: str) -> None:
+    assert on_team(left, 2, (door, 2)) == [0, 0]

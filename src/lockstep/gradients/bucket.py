@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -200,6 +200,11 @@ class BucketTimeline:
         return total / _SECOND
 
 
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
 class TrainedParameters:
     """The parameters of a module that require gradients, each once, without the ignored ones
     (given by full names).
@@ -215,6 +220,7 @@ class TrainedParameters:
         self.taken_over = False
         """Whether another owner has taken charge of these parameters."""
         self._handles: list[RemovableHandle] = []
+        finalize(self, _remove, self._handles).atexit = False
         # parameters that are equal on all ranks
         self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         self._seen = self._state()
@@ -256,10 +262,8 @@ class TrainedParameters:
     def call(self, hooks: Sequence[Callable[[Tensor], None]]) -> None:
         """Have autograd call these hooks, one per parameter, when its gradient has landed."""
         self.close()
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for parameter, hook in zip(self.parameters, hooks, strict=True)
-        ]
+        for parameter, hook in zip(self.parameters, hooks, strict=True):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def make_equal(self, group: Group) -> None:
         """Copy rank 0's values of parameters that have joined the training to all ranks."""
@@ -272,8 +276,7 @@ class TrainedParameters:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        while self._handles:
-            self._handles.pop().remove()
+        _remove(self._handles)
 
     def changed(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen, unfrozen or given another
