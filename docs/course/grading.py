@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep import launch
 from lockstep.errors import LaunchTimeout, WorkerFailed
@@ -65,6 +66,23 @@ def on_ranks(
         if failed.traceback.rstrip().endswith("\nNotImplementedError"):
             raise NotImplementedError from None
         raise Wrong(f"Your function failed on a rank:\n{failed}") from None
+
+
+def check_alike(action: str) -> None:
+    """Every rank calls this before a collective and at the end, so that nobody waits for a rank
+    that does something else.
+    """
+    actions: list[str] = [""] * dist.get_world_size()
+    _gather(actions, action)
+    for rank, other in enumerate(actions):
+        if other != actions[0]:
+            raise Wrong(
+                f"Rank 0 {actions[0]}, and rank {rank} {other}: one would wait for the other. Every "
+                "rank must call the same collectives. A rank without samples gives zeros."
+            )
+
+
+_gather = dist.all_gather_object
 
 
 def close(found: object, expected: object, tolerance: float = 1e-5) -> bool:

@@ -109,7 +109,7 @@ def test_cells_print_what_the_lesson_says(
         )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "capstone"])
 def test_the_grader_tells_the_solution_from_the_exercise(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +160,54 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         "lesson7",
         {"max(link_free, forward + backward)": "forward + backward + sum(buckets)"},
         "without overlap",
+    ),
+    "closed without finally": (
+        "capstone",
+        {
+            "        return losses\n    finally:": """        dist.destroy_process_group()
+        return losses
+    finally:""",
+            "    finally:\n        dist.destroy_process_group()": "    finally:\n        pass",
+        },
+        "left the process group open after an exception",
+    ),
+    "one order": ("capstone", {"len(dataset), epoch)": "len(dataset), 0)"}, "the same order"),
+    "no broadcast": (
+        "capstone",
+        {"dist.broadcast(tensor, src=0)": "pass"},
+        "weights of rank 1 differ",
+    ),
+    "no division": ("capstone", {"parameter.grad /= len(step)": "pass"}, "did not divide"),
+    "by the ranks": ("capstone", {"/= len(step)": "/= world_size"}, "the number of ranks"),
+    "means of ranks": (
+        "capstone",
+        {
+            'reduction="sum")\n    loss.backward()': """reduction="sum")
+    (loss / len(indices)).backward()""",
+            "/= len(step)": "/= world_size",
+        },
+        "averaged the means of the ranks",
+    ),
+    "no split": (
+        "capstone",
+        {"step[rank::world_size]": "step"},
+        "every rank trained on all samples",
+    ),
+    "own loss": ("capstone", {"dist.all_reduce(total)": "pass"}, "losses of all ranks"),
+    "on rank 0 only": (
+        "capstone",
+        {"dist.all_reduce(total)": "rank or dist.all_reduce(total)"},
+        "one would wait for the other",
+    ),
+    "last step dropped": (
+        "capstone",
+        {"range(0, len(indices), global_batch)": "range(0, len(indices) - global_batch + 1, 8)"},
+        "short last step",
+    ),
+    "last loss": (
+        "capstone",
+        {"total += backward": "total = backward"},
+        "The means over all samples",
     ),
 }
 """Wrong attempts: the lesson, what differs from its solution, and what the grader says."""

@@ -1,0 +1,91 @@
+"""Solution of the capstone: a complete data-parallel training."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+
+def order(samples: int, epoch: int) -> list[int]:
+    """Return the order of an epoch: a permutation of the samples. It is written for you."""
+    generator = torch.Generator().manual_seed(1000 + epoch)
+    return torch.randperm(samples, generator=generator).tolist()
+
+
+def distributed_train(
+    rank: int,
+    world_size: int,
+    epochs: int,
+    *,
+    init_method: str,
+    dataset: Dataset[tuple[Tensor, Tensor]],
+    model: nn.Module,
+    global_batch: int,
+    lr: float,
+) -> list[float]:
+    """Train `model` in place on all ranks, and return the mean loss of each epoch.
+
+    Every rank calls this once. The result is that of one process, on any number of ranks:
+
+    - Join a process group with the gloo backend, and leave it in every case, also if the dataset
+      raises an exception.
+    - The models of the ranks differ at first. Train the one of rank 0.
+    - In epoch e the samples come in the order `order(len(dataset), e)`. A step takes the next
+      `global_batch` of them; the last step takes what is left. Divide the samples of each step
+      among the ranks. In a short step a rank may have none.
+    - A step is plain SGD with `lr` on the mean cross-entropy over the samples of all ranks.
+    - The loss of an epoch is the mean over its samples of the losses before each update. All ranks
+      return it.
+
+    Use the collectives of torch.distributed, or DistributedDataParallel. DDP averages the means of
+    the ranks: think of what that does in a short step. Free it before the group.
+
+    Args:
+        rank: the number of this process.
+        world_size: how many processes there are.
+        epochs: how many times each sample is used.
+        init_method: where the ranks meet, for init_process_group.
+        dataset: `dataset[i]` is (input, label), `len(dataset)` the number of samples.
+        model: returns logits, [samples, classes].
+        global_batch: samples of a step, over all ranks.
+        lr: the learning rate.
+    """
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    try:
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        losses = []
+        for epoch in range(epochs):
+            indices = order(len(dataset), epoch)
+            total = torch.zeros(())
+            for first in range(0, len(indices), global_batch):
+                step = indices[first : first + global_batch]
+                optimizer.zero_grad()
+                total += backward(model, dataset, step[rank::world_size])
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= len(step)
+                optimizer.step()
+            dist.all_reduce(total)
+            losses.append(total.item() / len(indices))
+        return losses
+    finally:
+        dist.destroy_process_group()
+
+
+def backward(
+    model: nn.Module, dataset: Dataset[tuple[Tensor, Tensor]], indices: list[int]
+) -> Tensor:
+    """Set `.grad` to the gradient of the sum of these samples' losses, and return the sum."""
+    if not indices:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # the rank still takes part in the sum
+        return torch.zeros(())
+    inputs, labels = zip(*(dataset[index] for index in indices), strict=True)
+    loss = F.cross_entropy(model(torch.stack(inputs)), torch.stack(labels), reduction="sum")
+    loss.backward()
+    return loss.detach()
