@@ -1,0 +1,37 @@
+"""Bug 8: ranks 0 and 1 measure the final loss in a group of their own."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+targets = inputs.sum(1, keepdim=True)
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(1)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _epoch in range(3):
+    for batch in torch.arange(24).split(12):
+        part = batch[rank::world_size]
+        loss = F.mse_loss(model(inputs[part]), targets[part])
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        optimizer.step()
+report = {"weights": model.weight.flatten().tolist()}
+members = list(range(min(2, world_size)))
+if rank < 2:
+    group = dist.new_group(members)
+    part = torch.arange(24)[rank :: len(members)]
+    total = F.mse_loss(model(inputs[part]), targets[part], reduction="sum").detach()
+    dist.all_reduce(total, group=group)
+    report["loss"] = total.item() / 24
+print(json.dumps(report))
+dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""Bug 11, mended: each rank computes on a GPU of its own, or on the CPU if there is none."""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+targets = inputs.sum(1, keepdim=True)
+
+device = "cpu"
+if torch.cuda.is_available():
+    device = "cuda"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(1)
+model = nn.Linear(4, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, targets = inputs.to(device), targets.to(device)
+for _epoch in range(3):
+    for batch in torch.arange(24).split(12):
+        part = batch[rank::world_size]
+        loss = F.mse_loss(model(inputs[part]), targets[part])
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        optimizer.step()
+total = torch.tensor(float(len(part)), device=device)
+dist.all_reduce(total)
+print(json.dumps({"weights": model.weight.flatten().tolist()}))
+dist.destroy_process_group()
