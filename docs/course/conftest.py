@@ -10,7 +10,7 @@ GRADERS = sorted(
     (path.stem for path in Path(__file__).with_name("graders").glob("lesson*.py")),
     key=lambda name: int(name.removeprefix("lesson")),
 )
-GRADERS.append("capstone")
+GRADERS += [*(f"bug{number}" for number in range(1, 13)), "capstone"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,10 +26,13 @@ class Wrong(AssertionError):
 
 
 def grade(folder: str, lesson: str) -> None:
-    """Run the grader of `lesson` ("lesson3") on the file in `folder` ("exercises").
+    """Run the grader of `lesson` ("lesson3", "bug3") on the file in `folder` ("exercises").
 
     Raises Wrong.
     """
+    if lesson.startswith("bug"):
+        import_module("graders.bugs").grade_script(folder, lesson)
+        return
     try:
         import_module(f"graders.{lesson}").grade(import_module(f"{folder}.{lesson}"))
     except NotImplementedError:

@@ -233,6 +233,48 @@ def test_the_grader_names_the_mistake(
         grade(folder, lesson)
 
 
+BUGS = {
+    "bug1": "weights are not those that one process trains",
+    "bug2": "ends with other weights than rank 0",
+    "bug3": "have the same order",
+    "bug4": "have the same order",
+    "bug5": "fails on 3 ranks|unequal numbers of steps|samples",
+    "bug6": "fails on 3 ranks",
+    "bug7": "fails on 3 ranks",
+    "bug8": "lint. still names a mistake",
+    "bug9": "reports the loss",
+    "bug10": "ends with other weights than rank 0",
+    "bug11": "lint. still names a mistake",
+    "bug12": "fails on 3 ranks",
+}
+"""What the grader says of each script of the bug hunt."""
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_bug_hunt_tells_a_mended_script_from_the_wrong_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(COURSE))
+    from grading import Wrong, grade
+
+    grade("solutions", name)
+    with pytest.raises(Wrong, match=BUGS[name]):
+        grade("exercises", name)
+
+
+def test_the_page_says_what_lint_finds() -> None:
+    page = (COURSE / "bugs.md").read_text(encoding="utf-8")
+    for name in BUGS:
+        found = re.search(rf"^\| {name} \| (.*?) \|", page, re.MULTILINE)
+        assert found
+        script = str(COURSE / "exercises" / "bugs" / f"{name}.py")
+        linted = subprocess.run(
+            [sys.executable, "-m", "lockstep", "lint", script], capture_output=True, text=True
+        )
+        codes = re.findall(r"^\S+: ([\w-]+):", linted.stdout, re.MULTILINE)
+        assert codes == re.findall(r"`(.*?)`", found[1]), name
+
+
 def test_a_student_grades_one_lesson() -> None:
     """As the pages say. Lesson 1 is not lesson 10 too."""
     command = [sys.executable, "-m", "pytest", str(COURSE), "-q", "-k", "lesson1"]

@@ -19,7 +19,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 sampler = DistributedSampler(inputs, world_size, rank)
 loader = DataLoader(TensorDataset(torch.arange(24)), 12 // world_size, sampler=sampler)
 samples = []
-for epoch in range(3):
+for _epoch in range(3):
     samples.append([])
     for (part,) in loader:
         samples[-1] += part.tolist()

@@ -16,7 +16,7 @@ torch.manual_seed(1)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 samples = []
-for epoch in range(3):
+for _epoch in range(3):
     generator = torch.Generator()
     generator.manual_seed(0)
     order = torch.randperm(24, generator=generator)
