@@ -238,10 +238,8 @@ class Bench:
         }
         ranks = []
         for rank, host in enumerate(self.hosts):
-            environment = namespaces.variables_of(rank, self.hosts) | {
-                "OMP_NUM_THREADS": "1",
-                "LOCKSTEP_SLOW_LINK": json.dumps(given),
-            }
+            environment = namespaces.variables_of(rank, self.hosts)
+            environment["LOCKSTEP_SLOW_LINK"] = json.dumps(given)
             ranks.append(
                 host.start(
                     [sys.executable, *words],
