@@ -1,15 +1,13 @@
 """The site: `sphinx-build -W docs docs/_build` builds it, and any warning ends the build.
 
-The reference of Python names and of commands is written from the code at each build. The
-extensions in docs/extensions say how.
+The reference of Python names, commands, options and errors is written from the code at each
+build. The extensions in docs/extensions say how.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS / "extensions")]
@@ -30,6 +28,7 @@ extensions = [
     "python_reference",
     "command_reference",
     "repository_files",
+    "catalogs",
     "contents",
     "course",
 ]
@@ -64,13 +63,3 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
-
-
-def setup(app: Sphinx) -> None:
-    app.connect("doctree-read", without_table_of_errors)
-
-
-def without_table_of_errors(app: Sphinx, _: object) -> None:
-    """Leave the hundreds of codes out of every page's navigation: it is most of a build's time."""
-    if app.env.docname == "reference/errors":
-        app.env.metadata["reference/errors"]["tocdepth"] = 1

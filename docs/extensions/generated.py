@@ -15,10 +15,14 @@ def write(folder: Path, pages: Mapping[str, str]) -> None:
         if str(old.relative_to(folder)) not in pages:
             old.unlink()
     for name, text in pages.items():
-        page = folder / name
-        page.parent.mkdir(parents=True, exist_ok=True)
-        if not page.exists() or page.read_text(encoding="utf-8") != text:
-            page.write_text(text, encoding="utf-8")
+        write_page(folder / name, text)
+
+
+def write_page(page: Path, text: str) -> None:
+    """Write a page, unless it has this text already."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.exists() or page.read_text(encoding="utf-8") != text:
+        page.write_text(text, encoding="utf-8")
 
 
 def title(text: str, underline: str = "=") -> str:

@@ -223,6 +223,19 @@ def test_every_error_code_has_an_anchor(site: Site) -> None:
     assert set(catalog()) <= site.pages["reference/errors.html"].anchors
 
 
+def test_every_option_of_train_is_on_the_page_of_options(site: Site) -> None:
+    page = site.pages["reference/options.html"].text
+    for command_parameter in dict(commands())["lockstep train"].params:
+        if command_parameter.param_type_name != "argument":
+            for flag in command_parameter.opts:
+                assert command_parameter.name in ("help", "help_all") or flag in page, flag
+
+
+def test_the_reference_links_the_pages_that_a_build_writes(site: Site) -> None:
+    links = site.pages["reference/README.html"].links
+    assert {"options.html", "errors.html", "python/index.html", "commands/index.html"} <= set(links)
+
+
 # -- the examples in docstrings -----------------------------------------------------------------
 
 _ELSEWHERE = {  # what its example needs: run by another test

@@ -16,9 +16,7 @@ from lockstep.cli.refusals import meant
 from lockstep.errors import UsageError, catalog
 
 _WIDEST = 88  # columns
-_PAGE = """# Errors
-
-This page is generated: `lockstep explain > docs/reference/errors.md`.
+_HEAD = """# Errors
 
 An error ends with its code: `error: --epochs 0: ... [wrong-value]`. `lockstep explain CODE` prints its entry.
 """
@@ -41,8 +39,7 @@ def explain(
     """
     entries = catalog()
     if not code:
-        print(_PAGE)
-        print("\n\n".join(_section(name, entries[name]) for name in sorted(entries)))
+        print(page(entries))
         return
     name = _code(" ".join(code))
     if name not in entries:
@@ -68,6 +65,12 @@ def _text(code: str, entry: Mapping[str, str], width: int) -> str:
     cause = wrapped("Cause: ", entry["cause"])
     fix = wrapped("Fix:   ", entry["fix"])
     return "\n\n".join([code, message, cause, fix])
+
+
+def page(entries: Mapping[str, Mapping[str, str]]) -> str:
+    """Return all entries as Markdown."""
+    sections = [_section(code, entries[code]) for code in sorted(entries)]
+    return "\n\n".join([_HEAD.rstrip(), *sections])
 
 
 def _section(code: str, entry: Mapping[str, str]) -> str:

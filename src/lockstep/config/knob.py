@@ -3,7 +3,7 @@
     epochs: Annotated[int | None, Knob("run", least=1, default="the task's own")] = None
 
 The help is the string under the field, one sentence. The command line (cli/options.py), --config
-files, settings.json, the reference (docs/reference/options.md) and the checks of all values use
+files, settings.json, the site's page of options and the checks of all values use
 this definition.
 
 This file also has the checks of single values that all packages share: `whole`, `number`, `chosen`,

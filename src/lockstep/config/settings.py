@@ -35,8 +35,7 @@ SCHEDULE: Schedule = "1f1b"
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(Parallelism):
-    """The options of a training that a user may choose. They are also in
-    docs/reference/options.md.
+    """The options of a training that a user may choose. `lockstep train --help-all` lists them.
 
     Raises UsageError, naming the option, for an invalid value.
     """
