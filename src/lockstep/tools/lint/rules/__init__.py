@@ -1,5 +1,5 @@
 """The rules by their codes. A rule is a function from a file's Script to its Problems;
-docs/guide/lint.md has an entry for each rule.
+docs/guide/lint.md has a row for each rule.
 """
 
 from __future__ import annotations
