@@ -1,4 +1,6 @@
-"""The examples of docs/guide/recipes.md: each ends with the same bits on one, two and three ranks."""
+"""The examples that docs/how-to links (ema, gan, lora, packing, small-memory): each ends with the
+same bits on one, two and three ranks.
+"""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ pytestmark = pytest.mark.rest
 HOW_TO = ROOT / "docs" / "how-to"
 TUTORIAL = ROOT / "docs" / "tutorials" / "what-happened-in-step-312.md"
 PAGES = [*sorted(HOW_TO.glob("[!R]*.md")), TUTORIAL]
-NOT_RUN = {"docker": 2, "ray-cluster": 2} | dict.fromkeys(
-    ("kubernetes", "quiet-output", "ray-train", "slurm", "two-machines", "verify-in-ci"), 1
-)
+NOT_RUN = {"docker": 2} | dict.fromkeys(("quiet-output", "two-machines", "verify-in-ci"), 1)
 
 
 def test_few_blocks_are_not_run() -> None:
