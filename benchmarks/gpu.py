@@ -187,7 +187,7 @@ def install(where: Path, log: Path) -> str:
 
 
 def text(rows: list[Row], machine: str) -> str:
-    """The table as docs/performance.md has it."""
+    """The rows as a table in Markdown."""
     lines = [f"| {row.stage} | {row.measured} | {row.value} |" for row in rows]
     return "\n".join([machine, "", "| stage | measured | value |", "|---|---|---|", *lines, ""])
 
