@@ -14,6 +14,7 @@ from lockstep.config.launching import Launch
 from lockstep.config.settings import Config
 from lockstep.errors import catalog
 
+_HEAD = "`--config FILE` reads these options from a file ([more](README.md#options))."
 TRAIN = (RunChoice, Config, Launch, Cluster)
 """What declares the options of `lockstep train`."""
 
@@ -21,7 +22,7 @@ TRAIN = (RunChoice, Config, Launch, Cluster)
 def options(*declaring: type[Any]) -> str:
     """The page of the options that these dataclasses declare, in a table for each group."""
     fields = [field for dataclass in declaring for field in knobs(dataclass).values()]
-    parts = ["# Options\n", "[Reference](README.md#options) says where these options may stand.\n"]
+    parts = ["# Options\n", f"{_HEAD}\n"]
     for group in GROUPS:
         if rows := [_row(field) for field in fields if field.knob.group == group]:
             parts += [f"## {group.capitalize()}\n", "| option | value | meaning |", "|---|---|---|"]
