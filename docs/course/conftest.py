@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from measure import STAGES
 
 GRADERS = sorted(
     (path.stem for path in Path(__file__).with_name("graders").glob("lesson*.py")),
     key=lambda name: int(name.removeprefix("lesson")),
 )
-GRADERS += [*(f"bug{number}" for number in range(1, 13)), "capstone"]
+GRADERS += [f"bug{number}" for number in range(1, 13)]
+GRADERS += [f"trainer_{stage}" for stage in STAGES]
+GRADERS += ["capstone"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,7 +18,7 @@ from lockstep import launch
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.testing import run_ranks
 
-_PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=30)
 
 
 class Wrong(AssertionError):
@@ -26,17 +26,21 @@ class Wrong(AssertionError):
 
 
 def grade(folder: str, lesson: str) -> None:
-    """Run the grader of `lesson` ("lesson3", "bug3") on the file in `folder` ("exercises").
+    """Run the grader of `lesson` ("lesson3", "bug3", "trainer_naive") on the file in `folder`
+    ("exercises").
 
     Raises Wrong.
     """
     if lesson.startswith("bug"):
         import_module("graders.bugs").grade_script(folder, lesson)
         return
+    file, _, stage = lesson.partition("_")
+    solution, grader = import_module(f"{folder}.{file}"), import_module(f"graders.{file}")
     try:
-        import_module(f"graders.{lesson}").grade(import_module(f"{folder}.{lesson}"))
+        grader.grade_stage(solution, stage) if stage else grader.grade(solution)
     except NotImplementedError:
-        raise Wrong(f"docs/course/{folder}/{lesson}.py is not solved yet.") from None
+        what = f", stage {stage}," if stage else ""
+        raise Wrong(f"docs/course/{folder}/{file}.py{what} is not solved yet.") from None
 
 
 def check(right: bool, sentence: str) -> None:
@@ -56,8 +60,8 @@ def on_ranks(
     """
     try:
         if open_world:
-            return run_ranks(fn, workers, args, timeout=_PATIENCE)
-        return launch(fn, workers, args, timeout=_PATIENCE)
+            return run_ranks(fn, workers, args, timeout=PATIENCE)
+        return launch(fn, workers, args, timeout=PATIENCE)
     except LaunchTimeout as late:
         raise Wrong(
             f"{late.sentence}\nDoes every rank call the same collectives in the same order?"

@@ -109,7 +109,13 @@ def test_cells_print_what_the_lesson_says(
         )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "capstone"])
+STAGES = [
+    f"trainer_{stage}"
+    for stage in ("naive", "buckets", "overlap", "resumable", "sharded", "local_steps")
+]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "capstone", *STAGES])
 def test_the_grader_tells_the_solution_from_the_exercise(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +215,110 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         {"total += backward": "total = backward"},
         "The means over all samples",
     ),
+    "trainer: no broadcast": (
+        "trainer_naive",
+        {"dist.broadcast(tensor, src=0)": "pass"},
+        "the first weights broadcast",
+    ),
+    "trainer: no zeros": (
+        "trainer_naive",
+        {
+            "                parameter.grad = torch.zeros_like(parameter)\n            dist": """
+                continue
+            dist""",
+            "            parameter.grad /= total": """
+            if parameter.grad is not None:
+                parameter.grad /= total""",
+        },
+        "calls all_reduce of 24 numbers, and rank 1 calls all_reduce of 1 numbers",
+    ),
+    "trainer: no division": (
+        "trainer_naive",
+        {"parameter.grad /= total": "pass"},
+        "did not divide",
+    ),
+    "trainer: by the ranks": (
+        "trainer_naive",
+        {"/= total": "/= dist.get_world_size()"},
+        "the number of ranks",
+    ),
+    "trainer: own samples": (
+        "trainer_naive",
+        {"dist.all_reduce(total)": "dist.broadcast(total, src=0)"},
+        "the samples of rank 0",
+    ),
+    "trainer: first to last": (
+        "trainer_buckets",
+        {"reversed(self.parameters)": "self.parameters"},
+        "From the last parameter to the first",
+    ),
+    "trainer: waits in the hook": (
+        "trainer_overlap",
+        {
+            "self.sent.append((dist.all_reduce(flat, async_op=True), flat))": """
+        dist.all_reduce(flat)
+        self.sent.append((None, flat))""",
+            "            handle.wait()": "            pass",
+        },
+        "the backward pass waits for a sum",
+    ),
+    "trainer: after the backward": (
+        "trainer_overlap",
+        {"parameter.register_post_accumulate_grad_hook(partial(self.arrived, number))": "pass"},
+        "0 of 3 buckets were sent",
+    ),
+    "trainer: the first step only": (
+        "trainer_overlap",
+        {
+            """        self.missing = [len(bucket) for bucket in self.buckets]
+        return""": "        return"
+        },
+        "of 3 buckets were sent when the second",
+    ),
+    "trainer: as they arrive": (
+        "trainer_overlap",
+        {
+            """        while len(self.sent) < len(self.buckets) and self.missing[len(self.sent)] == 0:
+            self.send()""": """        if self.missing[number] == 0:
+            flat = take_gradients(self.buckets[number])
+            self.sent.append((dist.all_reduce(flat, async_op=True), flat))"""
+        },
+        "one would wait for the other",
+    ),
+    "trainer: no momentum in the file": (
+        "trainer_resumable",
+        {
+            '        self.optimizer.load_state_dict(state["optimizer"])\n\n    def save': "\n    def save"
+        },
+        "optimizer's state",
+    ),
+    "trainer: a file too many": (
+        "trainer_resumable",
+        {
+            "            new.replace(path)": """
+            path.write_bytes(new.read_bytes())"""
+        },
+        "folder of the checkpoint holds",
+    ),
+    "trainer: all states": (
+        "trainer_sharded",
+        {
+            "            parameter.grad = part\n": """            parameter.grad = part
+            self.optimizer.state[parameter]["kept"] = torch.zeros(99)
+"""
+        },
+        "its own parts only",
+    ),
+    "trainer: an average a step": (
+        "trainer_local_steps",
+        {"self.steps % self.every == 0": "True"},
+        "had 3 messages",
+    ),
+    "trainer: sum of weights": (
+        "trainer_local_steps",
+        {"mean = flat / dist.get_world_size()": "mean = flat"},
+        "has other weights",
+    ),
 }
 """Wrong attempts: the lesson, what differs from its solution, and what the grader says."""
 
@@ -222,13 +332,14 @@ def test_the_grader_names_the_mistake(
     from grading import Wrong, grade
 
     lesson, changes, sentence = WRONG[attempt]
-    text = (COURSE / "solutions" / f"{lesson}.py").read_text()
+    file = f"{lesson.partition('_')[0]}.py"
+    text = (COURSE / "solutions" / file).read_text()
     for right, wrong in changes.items():
         assert text.count(right) == 1, right
         text = text.replace(right, wrong)
     folder = f"attempt_{[*WRONG].index(attempt)}"
     (tmp_path / folder).mkdir()
-    (tmp_path / folder / f"{lesson}.py").write_text(text)
+    (tmp_path / folder / file).write_text(text)
     with pytest.raises(Wrong, match=sentence):
         grade(folder, lesson)
 

@@ -1,0 +1,223 @@
+"""Measure the stages of your trainer, and print the table of all stages that were measured.
+
+`python docs/course/measure.py naive` trains on two ranks over a simulated link of 1 Gbit/s;
+`--solutions` measures the solution. The table stays in docs/course/measured.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import Dataset
+
+import lockstep
+from lockstep.tasks import digits, text
+
+HERE = Path(__file__).parent
+STAGES = {
+    "naive": "Naive",
+    "buckets": "Buckets",
+    "overlap": "Overlap",
+    "resumable": "Resumable",
+    "sharded": "Sharded",
+    "local_steps": "LocalSteps",
+}
+"""The classes of trainer.py, in the order of the lessons."""
+TASKS = {"digits": digits.task, "text": text.task}
+WARM_UP, STEPS = 2, 16
+BANDWIDTH, LATENCY = 125e6, 50e-6  # of the simulated link: 1 Gbit/s in bytes per second; seconds
+
+_SENT: dict[str, Callable[[int, Any, Any], float]] = {
+    "all_reduce": lambda size, tensor, _: 2 * (size - 1) / size * tensor.nbytes,
+    "reduce_scatter": lambda size, part, _: (size - 1) * part.nbytes,
+    "all_gather": lambda size, _, part: (size - 1) * part.nbytes,
+    "broadcast": lambda size, tensor, _: tensor.nbytes,
+}
+"""Bytes that a rank sends in a ring, from the collective's first two arguments."""
+
+
+class Meter:
+    """What one rank sends, and how long it waits.
+
+    `bandwidth` and `latency` make the collectives as slow as a link. Until a message of `async_op`
+    is over that link the rank can compute. Without a bandwidth nothing is delayed.
+    """
+
+    def __init__(self, bandwidth: float = 0.0, latency: float = 0.0) -> None:
+        self.bandwidth, self.latency = bandwidth, latency
+        self.link_free = 0.0
+        self.calls: list[str] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.bytes, self.waited = 0.0, 0.0
+
+    def call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        later = options.pop("async_op", False)
+        size = dist.get_world_size()
+        bytes_sent = _SENT[name](size, args[0], args[1] if len(args) > 1 else None)
+        self.calls.append(name + " later" * later)
+        self.bytes += bytes_sent
+        arrival = 0.0
+        if self.bandwidth and size > 1:
+            begin = max(time.perf_counter(), self.link_free)
+            arrival = begin + 2 * (size - 1) * self.latency + bytes_sent / self.bandwidth
+            self.link_free = arrival
+        handle = Handle(self, original(*args, **options, async_op=True), args, arrival)
+        return handle if later else handle.wait()
+
+
+class Handle:
+    """A collective that is under way. It keeps the tensors, so that this thread frees them: the
+    profiler does not see what the backend's own thread frees.
+    """
+
+    def __init__(self, meter: Meter, work: Any, tensors: Any, arrival: float) -> None:
+        self.meter, self.work, self.tensors, self.arrival = meter, work, tensors, arrival
+
+    def wait(self) -> None:
+        begin = time.perf_counter()
+        self.work.wait()
+        time.sleep(max(0.0, self.arrival - time.perf_counter()))
+        self.meter.waited += time.perf_counter() - begin
+
+
+@contextmanager
+def metered(meter: Meter) -> Iterator[Meter]:
+    """All collectives of torch.distributed pass through `meter`."""
+    originals = {name: getattr(dist, name) for name in _SENT}
+
+    def through(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            return meter.call(name, originals[name], *args, **options)
+
+        return call
+
+    try:
+        for name in originals:
+            setattr(dist, name, through(name))
+        yield meter
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def summed_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    output = model(x)
+    return F.cross_entropy(output.flatten(0, -2), y.flatten(), reduction="sum")
+
+
+def batches(data: Dataset[Any], micro_batch: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's samples of each step, in the order of the data set."""
+    for step in range(steps):
+        first = (step * dist.get_world_size() + dist.get_rank()) * micro_batch
+        rows = [data[index] for index in range(first, first + micro_batch)]
+        yield torch.stack([x for x, _ in rows]), torch.stack([torch.as_tensor(y) for _, y in rows])
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def train(folder: str, stage: str, task_name: str, steps: int, meter: Meter) -> tuple[float, float]:
+    """On a rank: train, and return the seconds of the steps after the warm-up, and the last loss."""
+    sys.path.insert(0, str(HERE))
+    trainer_class = getattr(import_module(f"{folder}.trainer"), STAGES[stage])
+    task = TASKS[task_name]()
+    torch.manual_seed(0)
+    trainer = trainer_class(task.model(), adamw)
+    loss, began = 0.0, time.perf_counter()
+    for step, (x, y) in enumerate(batches(task.train_data, task.micro_batch, steps)):
+        if step == WARM_UP:
+            meter.clear()
+            began = time.perf_counter()
+        loss_sum = summed_loss(trainer.model, x, y)
+        loss = loss_sum.item() / y.numel()
+        loss_sum.backward()
+        trainer.step(y.numel())
+    return time.perf_counter() - began, loss
+
+
+def measured(folder: str, stage: str, task_name: str) -> dict[str, float]:
+    """On a rank: the means of a step over the simulated link."""
+    with lockstep.init(), metered(Meter(BANDWIDTH, LATENCY)) as meter:
+        seconds, loss = train(folder, stage, task_name, WARM_UP + STEPS, meter)
+    return {
+        "messages": len(meter.calls) / STEPS,
+        "MB sent": meter.bytes / STEPS / 1e6,
+        "exposed ms": 1e3 * meter.waited / STEPS,
+        "step ms": 1e3 * seconds / STEPS,
+        "loss": loss,
+    }
+
+
+def measured_memory(folder: str, stage: str, task_name: str) -> float:
+    """On a rank: the peak of a few steps."""
+    with lockstep.init(), metered(Meter()) as meter:
+        return peak_memory(lambda: train(folder, stage, task_name, WARM_UP, meter))
+
+
+def peak_memory(run: Callable[[], Any]) -> float:
+    """Megabytes of tensors that are alive at the same time at most, while `run()` runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        recorded.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    alive = [each["args"]["Total Allocated"] for each in events if each.get("name") == "[memory]"]
+    return max(alive) / 1e6
+
+
+def row(folder: str, stage: str, task_name: str) -> dict[str, float]:
+    """Measure a stage on two ranks. Rank 0 is shown."""
+    found: dict[str, float] = lockstep.launch(measured, 2, (folder, stage, task_name))[0]
+    return {**found, "peak MB": lockstep.launch(measured_memory, 2, (folder, stage, task_name))[0]}
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """The rows of one task, in the order of the stages."""
+    columns = ["messages", "MB sent", "exposed ms", "step ms", "peak MB", "loss"]
+    lines = ["stage      " + "".join(f"{name:>12}" for name in columns)]
+    for stage in STAGES:
+        if stage in rows:
+            values = (rows[stage][name] for name in columns)
+            lines.append(f"{stage:11}" + "".join(f"{value:12.2f}" for value in values))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stages", nargs="+", choices=STAGES)
+    parser.add_argument("--task", choices=TASKS, default="text")
+    parser.add_argument("--solutions", action="store_true", help="not your trainer.py")
+    options = parser.parse_args()
+    file = HERE / "measured.json"
+    tables = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    rows = tables.setdefault(options.task, {})
+    folder = "solutions" if options.solutions else "exercises"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says that it starts and ends
+    for stage in options.stages:
+        rows[stage] = row(folder, stage, options.task)
+    file.write_text(json.dumps(tables, indent=2), encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
