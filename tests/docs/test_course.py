@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -342,6 +343,27 @@ def test_the_grader_names_the_mistake(
     (tmp_path / folder / file).write_text(text)
     with pytest.raises(Wrong, match=sentence):
         grade(folder, lesson)
+
+
+_MEASURED = re.compile(r"^\$ python docs/course/measure\.py (.*)\n((?:.+\n)*?)```", re.MULTILINE)
+
+
+def counts(table: str) -> list[list[str]]:
+    """Stage, messages and bytes of each row: what does not depend on the machine."""
+    return [line.split()[:3] for line in table.splitlines()[1:]]
+
+
+def test_the_measured_tables_of_the_trainer(tmp_path: Path) -> None:
+    """In a copy, because the table is kept beside the lessons."""
+    copied = shutil.copytree(COURSE, tmp_path / "course", ignore=shutil.ignore_patterns("*.json"))
+    text = "".join(page.read_text(encoding="utf-8") for page in LESSONS)
+    commands = _MEASURED.findall(text)
+    assert len(commands) == 3
+    for arguments, printed in commands:
+        command = [sys.executable, str(copied / "measure.py"), *arguments.split()]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert counts(found.stdout) == counts(printed)
+        assert len(found.stdout.splitlines()[1].split()) == 7
 
 
 BUGS = {
