@@ -135,6 +135,38 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         {"init_method=init_method,": 'init_method=f"{init_method}-own",'},
         "not at init_method=",
     ),
+    "variables overwritten": (
+        "lesson2",
+        {"os.environ.setdefault(name, value)": "os.environ[name] = value"},
+        "overwrote it with",
+    ),
+    "global rank": (
+        "lesson2",
+        {'int(os.environ["LOCAL_RANK"])': 'int(os.environ["RANK"])'},
+        "the global rank",
+    ),
+    "group before device": (
+        "lesson2",
+        {
+            "        torch.cuda.set_device(device)\n": "",
+            "timeout=timeout)\n": """timeout=timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+""",
+        },
+        "before it chose the device",
+    ),
+    "no set_device": (
+        "lesson2",
+        {"        torch.cuda.set_device(device)\n": ""},
+        "did not call torch.cuda.set_device",
+    ),
+    "no CPU": ("lesson2", {"torch.cuda.is_available()": "True"}, "There is no GPU"),
+    "no timeout": (
+        "lesson2",
+        {"(backend, timeout=timeout)": "(backend)"},
+        "opened the group with None",
+    ),
     "no all-gather": (
         "lesson3",
         {"range(size - 1):  # all-gather": "range(0):  # all-gather"},

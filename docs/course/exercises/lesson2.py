@@ -1,4 +1,4 @@
-"""Exercise 2: find your place, join a process group, and leave it.
+"""Exercise 2: find your place, join a process group, leave it, and choose the device.
 
 Grade it with `pytest docs/course -k lesson2`.
 """
@@ -6,7 +6,10 @@ Grade it with `pytest docs/course -k lesson2`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TypeVar
+
+import torch
 
 R = TypeVar("R")
 
@@ -38,5 +41,20 @@ def run(rank: int, world_size: int, init_method: str, work: Callable[[], R]) -> 
         world_size: how many processes there are.
         init_method: where the ranks meet, such as "tcp://localhost:29500".
         work: calls collectives.
+    """
+    raise NotImplementedError
+
+
+def setup(defaults: Mapping[str, str], timeout: timedelta) -> torch.device:
+    """Join the default process group, and return the device of this rank.
+
+    1. Set the variables of `defaults` that are missing in `os.environ`. Those of a launcher stay.
+    2. If there is a GPU, make `cuda:LOCAL_RANK` the current device. Otherwise use the CPU.
+    3. Open the group with this timeout. The backend is nccl on GPUs, else gloo.
+
+    Args:
+        defaults: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of a rank that was
+            started by hand.
+        timeout: the longest time that a collective may take.
     """
     raise NotImplementedError

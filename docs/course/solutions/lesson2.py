@@ -1,10 +1,13 @@
-"""Solution 2: find your place, join a process group, and leave it."""
+"""Solution 2: find your place, join a process group, leave it, and choose the device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 LAUNCHERS = (
@@ -55,3 +58,26 @@ def run(rank: int, world_size: int, init_method: str, work: Callable[[], R]) -> 
         return work()
     finally:
         dist.destroy_process_group()
+
+
+def setup(defaults: Mapping[str, str], timeout: timedelta) -> torch.device:
+    """Join the default process group, and return the device of this rank.
+
+    1. Set the variables of `defaults` that are missing in `os.environ`. Those of a launcher stay.
+    2. If there is a GPU, make `cuda:LOCAL_RANK` the current device. Otherwise use the CPU.
+    3. Open the group with this timeout. The backend is nccl on GPUs, else gloo.
+
+    Args:
+        defaults: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of a rank that was
+            started by hand.
+        timeout: the longest time that a collective may take.
+    """
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    dist.init_process_group(backend, timeout=timeout)
+    return device

@@ -118,6 +118,19 @@ def train(model):
 ddp(batch).sum().backward()  # <- sum-loss
 optimizer.step()
 """,
+    "the last loss": """
+for epoch in range(9):
+    for x, y in loader:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        value = loss.item()
+        print(value)
+    if rank == 0:
+        print(f"{epoch}: {loss.item()}")  # <- last-batch-loss
+        logging.info(value)  # <- last-batch-loss
+print({"loss": loss})  # <- last-batch-loss
+""",
     "copies": """
 loader = DataLoader(data, batch_size=8, pin_memory=True)
 for i, (x, y) in enumerate(loader):
@@ -166,6 +179,15 @@ EVALUATION = "with torch.no_grad():\n    for x in loader:\n"
 WRAPPED = "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(net)\n"
 TURN = "for i, x in enumerate(loader):\n    model(x).backward()\n"
 SHARED = "loader = DataLoader(data, sampler=DistributedSampler(data))\n"
+LAST = """
+for epoch in range(9):
+    for x, y in loader:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        {}
+    {}
+"""
 SUMMED = "F.mse_loss(x, y).backward()\nfor p in ps:\n    {}\noptimizer.step()\n"
 EPOCHS = """
 for epoch in range(3):
@@ -227,6 +249,16 @@ dist.all_reduce(norm)
     ),
     "one seed for each of several runs": EPOCHS.replace("epoch", "fold").format("g.manual_seed(0)"),
     "one seed before": f"g.manual_seed(0)\n{EPOCHS.format('pass')}",
+    "losses that are added up": LAST.format("total += loss.item()", "print(total, loss)"),
+    "losses that are added": LAST.format("total = total + loss.item()", "print(total, loss)"),
+    "losses that are collected": LAST.format("meter.update(loss.item())", "print(loss)"),
+    "a loss that is called the last": LAST.format("", "print(f'last batch: {loss}')"),
+    "another loss after the epoch": LAST.format("", "loss = evaluate(model)\n    print(loss)"),
+    "no epoch's loss": LAST.replace("epoch", "run").format("", "print(loss)"),
+    "one batch an epoch": (
+        "for epoch in range(9):\n    for part in parts:\n        loss = model(part)\n"
+        "        loss.backward()\n    optimizer.step()\n    print(loss)"
+    ),
     "a group by all ranks": "group = dist.new_group([0, 1])\nif rank < 2:\n    use(group)",
     "groups by all ranks": "if world_size > 2:\n    group = dist.new_group([0, 1])",
     "a device that is set": f"torch.cuda.set_device(local_rank)\n{ON_CUDA}",

@@ -9,6 +9,7 @@ or a lambda.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,12 @@ def parameter(function: Function, key: int | str | None) -> str:
         return key or ""
     names = [parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)]
     return names[key] if key < len(names) else ""
+
+
+def of_epochs(loop: Loop) -> bool:
+    """Whether a loop counts epochs, by the name of its variable."""
+    target = dotted(loop.target) if isinstance(loop, ast.For) else ""
+    return re.fullmatch(r"_?ep(och)?(_\w+)?", target) is not None
 
 
 class Script:

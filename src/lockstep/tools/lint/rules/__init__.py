@@ -21,6 +21,7 @@ RULES: dict[str, Callable[[Script], Iterator[Problem]]] = {
     "clip-inside-no-sync": gradients.clip_inside_no_sync,
     "undivided-sum": gradients.undivided_sum,
     "sum-loss": gradients.sum_loss,
+    "last-batch-loss": gradients.last_batch_loss,
     "constant-seed": data.constant_seed,
     "unseeded-data": data.unseeded_data,
     "blocking-copy": data.blocking_copy,

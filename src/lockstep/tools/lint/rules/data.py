@@ -20,6 +20,7 @@ from lockstep.tools.lint.script import (
     arguments,
     dotted,
     last_name,
+    of_epochs,
     parameter,
 )
 from lockstep.tools.lint.torch_names import collective, is_torch_class, without_gradients
@@ -144,10 +145,9 @@ def _trains_on(script: Script, root: Code, loader: str) -> bool:
 
 def constant_seed(script: Script) -> Iterator[Problem]:
     for loop in script.all(ast.For):
-        epoch = dotted(loop.target)
         calls = script.calls(loop.body)
         training = [call for call in calls if _TRAINS.search(last_name(call))]
-        if not training or not re.fullmatch(r"_?ep(och)?(_\w+)?", epoch):
+        if not training or not of_epochs(loop):
             continue
         draws = script.calls(loop.body, "randperm", "shuffle", "permutation")
         draws = [draw for draw in draws if script.before(draw, training[-1])]
@@ -157,7 +157,7 @@ def constant_seed(script: Script) -> Iterator[Problem]:
                 continue
             names = (script.assigned(call), _receiver(call), script.text(call))
             if any(_generator(script, draw) in names for draw in draws):
-                yield Problem(call, {"seeding": script.text(call), "epoch": epoch})
+                yield Problem(call, {"seeding": script.text(call), "epoch": dotted(loop.target)})
 
 
 def _generator(script: Script, draw: ast.Call) -> str:

@@ -1,6 +1,6 @@
 """Rules for gradients that only some ranks reduce, that are clipped before they are complete, that
 are never averaged, or that bypass the wrapper; and for losses whose scale depends on the number of
-ranks.
+ranks, or that are reported as more than they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import chain
 
 from lockstep.tools.lint.conditions import Test, conditions, split
 from lockstep.tools.lint.script import (
+    Loop,
     Problem,
     Script,
     Value,
@@ -20,6 +21,7 @@ from lockstep.tools.lint.script import (
     arguments,
     dotted,
     last_name,
+    of_epochs,
 )
 from lockstep.tools.lint.torch_names import (
     alternatives,
@@ -37,6 +39,9 @@ _OF_GRADIENTS = re.compile(r"(reduce|average|sync|mean)\w*grad|requires_grad|tog
 _HELD_BACK = re.compile(r"\.no_(backward_)?sync\b(?!.*enabled=False)")
 _MEAN_LOSS = re.compile(r"cross_entropy|\w+_loss|\w+Loss|mean")
 _SCALES = re.compile(r"(true_)?(div|mul|divide|multiply)_?|_foreach_\w+")
+_REPORTS = re.compile(r"(.+\.)?(print|info|add_scalar|log_metrics?)|(wandb|self|\w*run)\.log")
+_COLLECTS = ("append", "extend", "update", "add")
+_OF_LAST_BATCH = re.compile(r"last|final|batch|step|iter", re.IGNORECASE)
 _OF_RANKS = re.compile(r"world|rank|grad|worker|replica|nproc", re.IGNORECASE)
 
 
@@ -84,6 +89,54 @@ def _losses(script: Script) -> Iterator[tuple[ast.Call, Value]]:
                     if script.before(binding.node, call):
                         value = binding.value
                 yield call, value
+
+
+def last_batch_loss(script: Script) -> Iterator[Problem]:
+    modules = " ".join(chain(*script.imports.values()))
+    if not re.search(r"\b(torch\.(distributed|nn\.parallel)|lockstep)\b", modules):
+        return
+    for backward, _ in _losses(script):
+        loss = dotted(backward.func).removesuffix(".backward")
+        loops = script.loops(backward)
+        if loss and len(loops) > 1 and of_epochs(loops[1]) and script.calls(loops[0], "step"):
+            for call in _reports(script, loops[0], loss):
+                yield Problem(call, {"loss": loss})
+
+
+def _reports(script: Script, batches: Loop, loss: str) -> Iterator[ast.Call]:
+    """Yield the calls after the loop over the batches that report a value of its last batch, if
+    the loop does not collect the losses.
+    """
+    values = {loss}
+    for call in script.calls(batches, "item", "detach", "float"):
+        if loss in script.names(call):
+            values.add(script.assigned(call))
+    if _collects(script, batches, values):
+        return
+    for call in script.calls(script.scope(batches)):
+        if not _REPORTS.fullmatch(dotted(call.func)) or script.inside(call, batches):
+            continue
+        if not script.before(batches, call) or _OF_LAST_BATCH.search(script.text(call)):
+            continue
+        for value in values & script.names(call):
+            bindings = script.lookup(value, call)
+            if all(script.inside(binding.node, batches) for binding in bindings):
+                yield call
+
+
+def _collects(script: Script, batches: Loop, values: set[str]) -> bool:
+    """Whether the loop adds up one of the values, or appends it."""
+    for call in script.calls(batches, *_COLLECTS):
+        if values & script.names(call):
+            return True
+    for node in script.within(batches, ast.AugAssign):
+        if values & script.names(node.value):
+            return True
+    for node in script.within(batches, ast.Assign):
+        target = script.text(node.targets[0])
+        if values & script.names(node.value) and target in script.text(node.value):
+            return True
+    return False
 
 
 def undivided_sum(script: Script) -> Iterator[Problem]:
