@@ -129,12 +129,12 @@ def _collects(script: Script, batches: Loop, values: set[str]) -> bool:
     for call in script.calls(batches, *_COLLECTS):
         if values & script.names(call):
             return True
-    for node in script.within(batches, ast.AugAssign):
-        if values & script.names(node.value):
+    for added in script.within(batches, ast.AugAssign):
+        if values & script.names(added.value):
             return True
-    for node in script.within(batches, ast.Assign):
-        target = script.text(node.targets[0])
-        if values & script.names(node.value) and target in script.text(node.value):
+    for assigned in script.within(batches, ast.Assign):
+        target = script.text(assigned.targets[0])
+        if values & script.names(assigned.value) and target in script.text(assigned.value):
             return True
     return False
 
