@@ -200,6 +200,32 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         {"max(link_free, forward + backward)": "forward + backward + sum(buckets)"},
         "without overlap",
     ),
+    "base 1": (
+        "lesson7",
+        {"base = min(rates)\n    found": "base = 1\n    found"},
+        "Nobody measured",
+    ),
+    "no warm-up": ("lesson7", {"range(warm_up)": "range(0)"}, "The warm-up is in your time"),
+    "warm-up timed": (
+        "lesson7",
+        {
+            "    start = time.perf_counter()\n": "",
+            "    for _ in range(warm_up)": "    start = time.perf_counter()\n    for _ in range(warm_up)",
+        },
+        "The warm-up is in your time",
+    ),
+    "time of rank 0": (
+        "lesson7",
+        {"    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)\n": ""},
+        "The slowest rank counts",
+    ),
+    "samples of rank 0": ("lesson7", {"    dist.all_reduce(samples)\n": ""}, "of rank 0 alone"),
+    "a point too few": (
+        "lesson7",
+        {"parts.append(f'<circle": "workers == base or parts.append(f'<circle"},
+        "drew 2 circles",
+    ),
+    "line to 1": ("lesson7", {"place(most, most / base)": "place(most, most)"}, "No line shows"),
     "closed without finally": (
         "capstone",
         {

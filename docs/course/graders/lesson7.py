@@ -1,13 +1,30 @@
-"""Grader 7: against Lockstep's timing of a ring's messages, and other forms of the formulas."""
+"""Grader 7: against Lockstep's timing of a ring's messages, and other forms of the formulas. The
+scaling is measured on ranks whose clock runs by the steps, so that the rate is known.
+"""
 
 from __future__ import annotations
 
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import ModuleType
+from unittest import mock
+from xml.etree import ElementTree
 
-from grading import check, close
+import torch.distributed as dist
+from grading import Wrong, check, close
 
+import lockstep
+from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.schedules.algorithms.ring_tree_halving import ring
 from lockstep.schedules.network import Network
+
+PATIENCE = timedelta(seconds=30)
+WARM_UP, STEPS = 3, 5
+FIRST = 100.0  # seconds of a step of the warm-up, on the ranks' clock
 
 
 def grade(lesson: ModuleType) -> None:
@@ -52,6 +69,9 @@ def grade(lesson: ModuleType) -> None:
     found = lesson.ring_seconds(1, 1e6, 1e-3, 1e9)
     check(found == 0, f"One rank sends nothing, and ring_seconds says {found}.")
     check_step(lesson)
+    check_measure(lesson)
+    check_drawing(lesson, {1: 100.0, 2: 190.0, 4: 300.0})
+    check_drawing(lesson, {8: 300.0, 2: 100.0})
 
 
 def check_scaling(lesson: ModuleType) -> None:
@@ -59,7 +79,13 @@ def check_scaling(lesson: ModuleType) -> None:
         ({1: 100.0, 2: 190.0, 4: 357.0}, {1: (1, 1), 2: (1.9, 0.95), 4: (3.57, 0.8925)}),
         ({16: 300.0, 8: 200.0}, {8: (1, 1), 16: (1.5, 0.75)}),
     ]:
-        found = lesson.scaling(rates)
+        try:
+            found = lesson.scaling(rates)
+        except KeyError as error:
+            raise Wrong(
+                f"scaling({rates}) looked up {error} workers. Nobody measured that number: the base is "
+                "the smallest one that was measured."
+            ) from None
         check(
             isinstance(found, dict) and found.keys() == expected.keys(),
             f"scaling({rates}) must return a dict with the keys {sorted(expected)}.",
@@ -99,3 +125,113 @@ def check_step(lesson: ModuleType) -> None:
         )
     found = lesson.step_seconds(1.0, 2.0, [])
     check(close(found, 3.0), f"Without buckets a step takes 3.0 seconds, and you returned {found}.")
+
+
+def build() -> Callable[[], int]:
+    """A step of which the seconds are known: many in the warm-up, then as many as the rank's number
+    and one.
+    """
+    rank, steps = dist.get_rank(), 0
+    now = 0.0
+    time.perf_counter = lambda: now
+
+    def step() -> int:
+        nonlocal steps, now
+        steps += 1
+        now += rank + 1 if steps > WARM_UP else FIRST
+        return 8 + rank
+
+    return step
+
+
+def check_measure(lesson: ModuleType) -> None:
+    for numbers in ([1, 2, 4], [3]):
+        patient = partial(lockstep.launch, timeout=PATIENCE)
+        try:
+            with mock.patch.object(lockstep, "launch", patient):
+                rates = lesson.measure(build, numbers, WARM_UP, STEPS)
+        except LaunchTimeout as late:
+            raise Wrong(f"{late.sentence}\nDoes every rank call the same collectives?") from None
+        except WorkerFailed as failed:
+            raise Wrong(f"measure() failed on a rank:\n{failed}") from None
+        check(
+            isinstance(rates, dict) and [*rates] == numbers,
+            f"measure(build, {numbers}) must return a dict with these keys.",
+        )
+        for workers in numbers:
+            check_rate(workers, rates[workers])
+
+
+def check_rate(workers: int, rate: float) -> None:
+    samples = sum(8 + rank for rank in range(workers))
+    hints = {
+        samples: "That is the time of rank 0. The slowest rank counts: all others wait for it.",
+        2
+        * samples
+        / (workers + 1): "You took a mean of the ranks' times. The slowest rank counts.",
+        8 / workers: "Those are the samples of rank 0 alone. Add up those of all ranks.",
+        8.0: "Those are the samples and the time of rank 0 alone.",
+        1 / workers: "That is steps per second, and not samples per second.",
+    }
+    hint = next((sentence for wrong, sentence in hints.items() if close(rate, wrong)), "")
+    if rate < samples / workers / 5:
+        hint = "The warm-up is in your time: its steps are slow."
+    if rate > 10 * samples:
+        hint = "Did you call time.perf_counter() before and after the measured steps?"
+    check(
+        close(rate, samples / workers),
+        f"With workers={workers} a step of all ranks had {samples} samples and took the slowest rank "
+        f"{workers} s. measure() says {rate:.6g} samples per second, not {samples / workers:.6g}. {hint}",
+    )
+
+
+def check_drawing(lesson: ModuleType, rates: Mapping[int, float]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scaling.svg"
+        lesson.draw(rates, str(file))
+        check(file.exists(), "draw() did not write the file.")
+        try:
+            root = ElementTree.parse(file).getroot()
+        except ElementTree.ParseError as error:
+            raise Wrong(f"What draw() wrote is no SVG: {error}") from None
+    marks: dict[str, list[ElementTree.Element]] = {"circle": [], "line": [], "text": []}
+    for mark in root.iter():
+        marks.setdefault(mark.tag.rpartition("}")[2], []).append(mark)
+    count = len(marks["circle"])
+    check(
+        count == len(rates),
+        f"There are {len(rates)} measurements, {dict(rates)}, and draw() drew {count} circles.",
+    )
+    base, most = min(rates), max(rates)
+    across = sorted(_number(circle, "cx") for circle in marks["circle"])
+    scale = (across[-1] - across[0]) / (most - base)
+    heights = {_number(circle, "cx"): _number(circle, "cy") for circle in marks["circle"]}
+    rise = (heights[across[0]] - heights[across[-1]]) / (rates[most] / rates[base] - 1)
+    texts = [text.text or "" for text in marks["text"]]
+    for workers, x in zip(sorted(rates), across, strict=True):
+        speedup = rates[workers] / rates[base]
+        check(
+            close(x, across[0] + scale * (workers - base), 0.01),
+            f"The circle of {workers} workers must be at {workers} on a linear axis of workers.",
+        )
+        check(
+            rise > 0 and close(heights[x], heights[across[0]] - rise * (speedup - 1), 0.01),
+            f"The circle of {workers} workers must be at the height of its speedup, {speedup:.2f}.",
+        )
+        percent = f"{speedup * base / workers:.0%}"
+        check(
+            any(percent in text for text in texts),
+            f"{workers} workers have efficiency {percent}. No text of the drawing says so.",
+        )
+    ideal = heights[across[0]] - rise * (most / base - 1)
+    check(
+        any(
+            close(_number(line, "x2"), across[-1], 0.01) and close(_number(line, "y2"), ideal, 0.01)
+            for line in marks["line"]
+        ),
+        f"No line shows linear scaling: it must end at {most} workers and speedup {most / base:g}.",
+    )
+
+
+def _number(mark: ElementTree.Element, name: str) -> float:
+    return float(mark.get(name, "nan"))

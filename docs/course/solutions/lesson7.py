@@ -1,8 +1,18 @@
-"""Solution 7: speedup and efficiency, and what a step takes."""
+"""Solution 7: speedup and efficiency, what a step takes, and your own scaling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
 
 
 def scaling(rates: Mapping[int, float]) -> dict[int, tuple[float, float]]:
@@ -52,3 +62,108 @@ def step_seconds(forward: float, backward: float, buckets: Sequence[float]) -> f
         complete = forward + backward * number / len(buckets)
         link_free = max(link_free, complete) + seconds
     return max(link_free, forward + backward)
+
+
+def build() -> Callable[[], int]:
+    """On a rank of an open group: return a function that trains one step of 4096 samples together,
+    and returns how many of them this rank had.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = 4096 // dist.get_world_size()
+    inputs, labels = torch.randn(samples, 64), torch.randint(10, (samples,))
+
+    def step() -> int:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        return samples
+
+    return step
+
+
+def measure(
+    build: Callable[[], Callable[[], int]],
+    numbers: Sequence[int],
+    warm_up: int = 3,
+    steps: int = 10,
+) -> dict[int, float]:
+    """Return samples per second by number of workers, measured on this machine.
+
+    For each number start the ranks with `lockstep.launch`. On each rank open a group with the gloo
+    backend, call `build()` once, and call the step that it returns `warm_up` times. Then start all
+    ranks together and measure `steps` steps with `time.perf_counter()`. The rate is the samples of
+    all ranks in the time of the slowest one.
+
+    Args:
+        build: returns a function that makes one step, and returns how many samples this rank had.
+        numbers: numbers of workers, not always with 1.
+        warm_up: how many steps come before the measured ones.
+        steps: how many steps are measured.
+    """
+    return {
+        workers: lockstep.launch(rate, workers, args=(build, warm_up, steps))[0]
+        for workers in numbers
+    }
+
+
+def rate(build: Callable[[], Callable[[], int]], warm_up: int, steps: int) -> float:
+    """On each rank: open the group, and measure the step of `build` in it."""
+    dist.init_process_group("gloo")
+    try:
+        return timed(build(), warm_up, steps)  # the step's model is freed before the group
+    finally:
+        dist.destroy_process_group()
+
+
+def timed(step: Callable[[], int], warm_up: int, steps: int) -> float:
+    """Samples of all ranks per second of the slowest rank."""
+    for _ in range(warm_up):
+        step()
+    dist.barrier()
+    start = time.perf_counter()
+    samples = torch.tensor(sum(step() for _ in range(steps)))
+    slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(samples)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(samples / slowest)
+
+
+def draw(rates: Mapping[int, float], file: str) -> None:
+    """Draw the speedups of `scaling(rates)` into an SVG file.
+
+    Each number of workers is one `<circle>`. Its distance to the right is in proportion to the
+    workers, and its height to the speedup. One `<line>` shows linear scaling: it begins at the base,
+    which has speedup 1, and has speedup `workers / base` elsewhere. A `<text>` beside each circle
+    has the efficiency in percent, such as "95%".
+
+    Args:
+        rates: samples per second by number of workers.
+        file: the SVG file to write.
+    """
+    points = scaling(rates)
+    base, most = min(rates), max(rates)
+    highest = max(most / base, *(speedup for speedup, _ in points.values()))
+
+    def place(workers: float, speedup: float) -> tuple[float, float]:
+        return 40 + 300 * workers / most, 360 - 300 * speedup / highest
+
+    (x1, y1), (x2, y2) = place(base, 1), place(most, most / base)
+    parts = [f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="grey"/>']
+    for workers, (speedup, efficiency) in points.items():
+        x, y = place(workers, speedup)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 20:.1f}">{efficiency:.0%}</text>')
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 400">'
+    Path(file).write_text(f"{svg}{''.join(parts)}</svg>")
+
+
+if __name__ == "__main__":
+    found = measure(build, [1, 2, 4])
+    draw(found, "my_scaling.svg")
+    for workers, (speedup, efficiency) in scaling(found).items():
+        print(f"{workers} workers: speedup {speedup:.2f}, efficiency {efficiency:.0%}")
