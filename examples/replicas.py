@@ -3,8 +3,8 @@ one average, equal updates.
 
     python examples/replicas.py
 
-The gradients are averaged in two ways, through replica 0 and round a ring, and the weights compared
-with those of the plain model over the whole batch. Under `lockstep run` only rank 0 does it: there
+The gradients are averaged in two ways, through replica 0 and round a ring. Losses and weights are
+compared with those of the plain model over the whole batch. Under `lockstep run` only rank 0 does it: there
 is nothing between processes here.
 """
 
@@ -27,29 +27,33 @@ def loss_sum(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 def train_in_parallel(
     model: nn.Module, batches: list[tuple[Tensor, Tensor]], algorithm: str
-) -> nn.Module:
+) -> tuple[nn.Module, list[float]]:
     replicas = lockstep.Replicas(model, 4, algorithm=algorithm)
     replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE))
-    for epoch in range(EPOCHS):
+    losses = []
+    for _ in range(EPOCHS):
         for batch in batches:
-            loss = replicas.gradients(batch, loss_sum)  # every replica its own, of its chunk
+            losses.append(replicas.gradients(batch, loss_sum))  # every replica its own chunk
             replicas.average_gradients()  # the only communication
             replicas.update()  # the same step on each
-        if epoch == EPOCHS - 1:
-            print(f"{algorithm}: last loss {loss:.4f}")
     replicas.check()  # bit for bit equal
-    return replicas.master
+    return replicas.master, losses
 
 
-def train_alone(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
+def train_alone(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]]
+) -> tuple[nn.Module, list[float]]:
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
     for _ in range(EPOCHS):
         for images, labels in batches:
             optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
-    return model
+            losses.append(loss.item())
+    return model, losses
 
 
 def main() -> None:
@@ -62,16 +66,18 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
-    alone = train_alone(model, batches)
+    alone, expected = train_alone(model, batches)
     for algorithm in ("central", "ring"):
-        together = train_in_parallel(model, batches, algorithm)
+        together, losses = train_in_parallel(model, batches, algorithm)
         pairs = zip(together.parameters(), alone.parameters(), strict=True)
         largest = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
         assert largest < 1e-12, f"weights differ by {largest}"
+        apart = max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True))
+        assert apart < 1e-12, f"losses differ by {apart}"
         right = (together(images).argmax(1) == labels).double().mean().item()
         print(
-            f"{algorithm}: 4 replicas and one process differ by less than 1e-12 in every weight;"
-            f" accuracy {right:.3f}"
+            f"{algorithm}: 4 replicas and one process differ by less than 1e-12 in every weight and"
+            f" every loss; last loss {losses[-1]:.4f}, accuracy {right:.3f}"
         )
 
 

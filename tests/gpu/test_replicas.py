@@ -1,4 +1,6 @@
-"""Replicas against torch's DataParallel, on every GPU there is; on a CPU, which DataParallel leaves alone, against the bare module."""
+"""Replicas against torch's DataParallel on the first and the last GPU. On a CPU, which DataParallel
+leaves alone, against the bare module; tests/step/test_replicas.py has its semantics on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import lockstep
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "central"])
-def test_the_weights_are_those_of_data_parallel(device: str, algorithm: str) -> None:
+def test_losses_and_weights_are_those_of_data_parallel(device: str, algorithm: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     last = torch.cuda.device_count() - 1
@@ -23,11 +25,13 @@ def test_the_weights_are_those_of_data_parallel(device: str, algorithm: str) -> 
     for _ in range(4):
         x, y = torch.randn(10, 16), torch.randint(0, 4, (10,))
         sgd.zero_grad()
-        F.cross_entropy(theirs(x.to(device)), y.to(device)).backward()
+        expected = F.cross_entropy(theirs(x.to(device)), y.to(device))  # of the gathered outputs
+        expected.backward()
         sgd.step()
-        replicas.gradients(
+        loss = replicas.gradients(
             (x, y), lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum")
         )
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
         replicas.average_gradients()
         replicas.update()
     replicas.check()

@@ -79,25 +79,62 @@ def test_gradients_and_weights_equal_those_of_one_big_batch(algorithm: str) -> N
             )
 
 
-def test_the_loop_of_data_parallel() -> None:
-    """On a CPU torch's DataParallel is the plain module; tests/gpu/test_replicas.py compares on
-    GPUs.
+class DataParallelOnCpu(nn.DataParallel):
+    """torch's forward of four devices: scatter, replicate, apply, gather. Each of the four is the CPU.
+    tests/gpu/test_replicas.py compares on GPUs.
     """
-    theirs = nn.DataParallel(small())
-    replicas = lockstep.Replicas(small(), 3)
-    replicas.optimize(sgd)
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.device_ids = [0, 1, 2, 3]
+        self.output_device, self.src_device_obj = 0, torch.device("cpu")
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        parts = list(zip(*(tensor.chunk(len(device_ids)) for tensor in inputs), strict=True))
+        return parts, [kwargs] * len(parts)
+
+    def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        return [module] * len(device_ids)  # torch's copies share the module's gradients
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        return [model(*part) for model, part in zip(replicas, inputs, strict=True)]
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return torch.cat(outputs)
+
+
+def test_losses_and_weights_are_those_of_data_parallel() -> None:
+    """torch gathers the outputs and takes one loss of the whole batch. Ten samples on four devices
+    are parts of 3, 3, 3 and 1, so a mean of the parts' mean losses is another number.
+    """
+    theirs = DataParallelOnCpu(small())
+    gathered, summed = lockstep.Replicas(small(), 4), lockstep.Replicas(small(), 4)
+    for replicas in (gathered, summed):
+        replicas.optimize(sgd)
     one = sgd(list(theirs.parameters()))
     for step in range(3):
         x, y = batch(10, seed=step)
         one.zero_grad()
-        F.cross_entropy(theirs(x), y).backward()
+        expected = F.cross_entropy(theirs(x), y)
+        parts = zip(x.chunk(4), y.chunk(4), strict=True)
+        means = [F.cross_entropy(theirs.module(part), labels).item() for part, labels in parts]
+        assert sum(means) / 4 != pytest.approx(expected.item(), rel=1e-4)
+        expected.backward()
         one.step()
-        replicas.zero_grad()
-        F.cross_entropy(replicas(x), y).backward()
-        replicas.sum_gradients()
-        replicas.update()
-    replicas.check()
-    torch.testing.assert_close(replicas.state_dict(), theirs.module.state_dict())
+
+        gathered.zero_grad()
+        loss = F.cross_entropy(gathered(x), y)
+        loss.backward()
+        gathered.sum_gradients()
+        gathered.update()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+        assert summed.gradients((x, y), loss_sum) == pytest.approx(expected.item(), rel=1e-6)
+        summed.average_gradients()
+        summed.update()
+    for replicas in (gathered, summed):
+        replicas.check()
+        torch.testing.assert_close(replicas.state_dict(), theirs.module.state_dict())
 
 
 def test_outputs_come_back_in_order() -> None:
