@@ -22,7 +22,7 @@ FOLDER = ROOT / "docs" / "pictures"
 LISTED = dict(
     re.findall(r"^\| \[([\w.]+)\]\(\1\) \| `(.*?)` \|", (FOLDER / "README.md").read_text(), re.M)
 )
-MEASURED = {"buckets.svg", "loss.svg", "averaging.svg", "scaling.svg"}
+MEASURED = {"buckets.svg", "memory.svg", "loss.svg", "averaging.svg", "scaling.svg"}
 OTHERS = [
     "data --samples 31 --workers 5 --epochs 2 --shuffle --drop-last",
     "ring --workers 3",

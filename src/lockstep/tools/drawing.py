@@ -410,6 +410,13 @@ class Plot(Drawing):
                 self.dot(cx, cy, 2, colour)
             piece = []
 
+    def area(self, points: Sequence[Point], colour: str) -> None:
+        """Fill the space between a curve and the horizontal axis."""
+        outline = [(self.x(x), self.y(y)) for x, y in points]
+        outline = [(outline[0][0], self._bottom), *outline, (outline[-1][0], self._bottom)]
+        attributes = {"points": _listed(outline), "fill": colour}
+        self._add("polygon", attributes, *_corner(outline))
+
     def stripe(self, begin: float, end: float, colour: str) -> None:
         """Draw a stripe of the plot's full height, from `begin` to `end`."""
         left = self.x(begin)
