@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import signal
 
+from torch.multiprocessing import ProcessRaisedException
+
 from lockstep.errors import (
     BarrierTimeout,
     CorruptResult,
@@ -88,6 +90,13 @@ def test_the_cause_of_an_error_that_begins_with_an_empty_line_is_its_last_line()
     text = "\n\n-- Process 1 terminated:\nTraceback:\n  File x\nValueError: of process 1\n"
     record = failure_record.of_exception(RuntimeError(text), 0)
     assert failures.render(record).endswith("failed: RuntimeError: ValueError: of process 1")
+
+
+def test_a_program_that_spawns_under_a_launcher_is_told_so() -> None:
+    """Each of our ranks spawns all of the program's own, which then take one port."""
+    text = "\n\n-- Process 1 terminated:\nValueError: of process 1\n"
+    record = failure_record.of_exception(ProcessRaisedException(text, 1, 4711), 0)
+    assert "start it with python, without a launcher" in failures.summary(record)
 
 
 def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line() -> None:
