@@ -37,7 +37,10 @@ def grade(folder: str, lesson: str) -> None:
     file, _, stage = lesson.partition("_")
     solution, grader = import_module(f"{folder}.{file}"), import_module(f"graders.{file}")
     try:
-        grader.grade_stage(solution, stage) if stage else grader.grade(solution)
+        if stage:
+            grader.grade_stage(solution, stage)
+        else:
+            grader.grade(solution)
     except NotImplementedError:
         what = f", stage {stage}," if stage else ""
         raise Wrong(f"docs/course/{folder}/{file}.py{what} is not solved yet.") from None
