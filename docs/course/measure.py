@@ -45,7 +45,11 @@ BANDWIDTH, LATENCY = 125e6, 50e-6  # of the simulated link: 1 Gbit/s in bytes pe
 _SENT: dict[str, Callable[[int, Any, Any], float]] = {
     "all_reduce": lambda size, tensor, _: 2 * (size - 1) / size * tensor.nbytes,
     "reduce_scatter": lambda size, part, _: (size - 1) * part.nbytes,
+    "reduce_scatter_tensor": lambda size, part, _: (size - 1) * part.nbytes,
+    "reduce_scatter_single": lambda size, part, _: (size - 1) * part.nbytes,
     "all_gather": lambda size, _, part: (size - 1) * part.nbytes,
+    "all_gather_into_tensor": lambda size, _, part: (size - 1) * part.nbytes,
+    "all_gather_single": lambda size, _, part: (size - 1) * part.nbytes,
     "broadcast": lambda size, tensor, _: tensor.nbytes,
 }
 """Bytes that a rank sends in a ring, from the collective's first two arguments."""
@@ -71,15 +75,16 @@ class Meter:
     def call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         later = options.pop("async_op", False)
         size = dist.get_world_size()
-        bytes_sent = _SENT[name](size, args[0], args[1] if len(args) > 1 else None)
-        self.calls.append(name + " later" * later)
+        arguments = [*args, *options.values(), None]
+        bytes_sent = _SENT[name](size, arguments[0], arguments[1])
+        self.calls.append(f"{name} later" if later else name)
         self.bytes += bytes_sent
         arrival = 0.0
         if self.bandwidth and size > 1:
             begin = max(time.perf_counter(), self.link_free)
             arrival = begin + 2 * (size - 1) * self.latency + bytes_sent / self.bandwidth
             self.link_free = arrival
-        handle = Handle(self, original(*args, **options, async_op=True), args, arrival)
+        handle = Handle(self, original(*args, **options, async_op=True), arguments, arrival)
         return handle if later else handle.wait()
 
 
@@ -88,8 +93,8 @@ class Handle:
     profiler does not see what the backend's own thread frees.
     """
 
-    def __init__(self, meter: Meter, work: Any, tensors: Any, arrival: float) -> None:
-        self.meter, self.work, self.tensors, self.arrival = meter, work, tensors, arrival
+    def __init__(self, meter: Meter, work: Any, arguments: list[Any], arrival: float) -> None:
+        self.meter, self.work, self.arguments, self.arrival = meter, work, arguments, arrival
 
     def wait(self) -> None:
         begin = time.perf_counter()
@@ -101,7 +106,7 @@ class Handle:
 @contextmanager
 def metered(meter: Meter) -> Iterator[Meter]:
     """All collectives of torch.distributed pass through `meter`."""
-    originals = {name: getattr(dist, name) for name in _SENT}
+    originals = {name: getattr(dist, name) for name in _SENT if hasattr(dist, name)}
 
     def through(name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -73,8 +73,8 @@ class Compared(Meter):
     """Raises Wrong on all ranks where they call different collectives."""
 
     def call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        tensor = args[0] if torch.is_tensor(args[0]) else args[1]
-        check_alike(f"calls {name} of {tensor.numel()} numbers")
+        tensors = [each for each in (*args, *options.values()) if torch.is_tensor(each)]
+        check_alike(f"calls {name} of {tensors[0].numel()} numbers")
         return super().call(name, original, *args, **options)
 
 
