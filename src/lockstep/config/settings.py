@@ -60,7 +60,7 @@ class Config(Parallelism):
     """Compile the model with torch.compile."""
     threads: Annotated[
         int | None,
-        Knob("training", least=1, default="the host's cores divided by its ranks"),
+        Knob("training", least=1, default="the host's cores that are free, divided by its ranks"),
     ] = None
     """Number of intra-op threads of each rank."""
     loader_workers: Annotated[int, Knob("training", least=0)] = 0
