@@ -403,7 +403,9 @@ def test_the_grader_names_the_mistake(
         grade(folder, lesson)
 
 
-_MEASURED = re.compile(r"^\$ python docs/course/measure\.py (.*)\n((?:.+\n)*?)```", re.MULTILINE)
+_MEASURED = re.compile(
+    r"^\$ python docs/course/measure\.py (.*--solutions.*)\n((?:.+\n)*?)```", re.MULTILINE
+)
 
 
 def counts(table: str) -> list[list[str]]:
