@@ -40,7 +40,8 @@ def train(
 
     Args:
         task: the task to train.
-        config: how to train it. Default: Config(). The fields are the options that `lockstep train --help-all` lists.
+        config: how to train it. Default: Config(). The fields are the options that
+            `lockstep train --help-all` lists.
         run: a folder for settings, metrics, checkpoints and result. None: nothing is written.
         world: default: the open one, else one that is opened here.
         overrides: fields of Config by their names, in place of those of `config`:
