@@ -53,7 +53,11 @@ def check(right: bool, sentence: str) -> None:
 
 
 def on_ranks(
-    fn: Callable[..., Any], workers: int, *args: Any, open_world: bool = True
+    fn: Callable[..., Any],
+    workers: int,
+    *args: Any,
+    open_world: bool = True,
+    patience: timedelta = PATIENCE,
 ) -> list[Any]:
     """Run `fn(world, *args)` on ranks of this machine, and return the results by rank.
 
@@ -63,8 +67,8 @@ def on_ranks(
     """
     try:
         if open_world:
-            return run_ranks(fn, workers, args, timeout=PATIENCE)
-        return launch(fn, workers, args, timeout=PATIENCE)
+            return run_ranks(fn, workers, args, timeout=patience)
+        return launch(fn, workers, args, timeout=patience)
     except LaunchTimeout as late:
         raise Wrong(
             f"{late.sentence}\nDoes every rank call the same collectives in the same order?"
@@ -88,7 +92,7 @@ def check_alike(action: str) -> None:
         if other != actions[0]:
             raise Wrong(
                 f"Rank 0 {actions[0]}, and rank {rank} {other}: one would wait for the other. Every "
-                "rank must call the same collectives. A rank without samples gives zeros."
+                "rank must call the same collectives in the same order, also one without samples."
             )
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -14,12 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from grading import Wrong, check, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -41,6 +44,7 @@ STAGES = {
 TASKS = {"digits": digits.task, "text": text.task}
 WARM_UP, STEPS = 2, 16
 BANDWIDTH, LATENCY = 125e6, 50e-6  # of the simulated link: 1 Gbit/s in bytes per second; seconds
+PATIENCE = timedelta(minutes=3)
 
 _SENT: dict[str, Callable[[int, Any, Any], float]] = {
     "all_reduce": lambda size, tensor, _: 2 * (size - 1) / size * tensor.nbytes,
@@ -51,6 +55,7 @@ _SENT: dict[str, Callable[[int, Any, Any], float]] = {
     "all_gather_into_tensor": lambda size, _, part: (size - 1) * part.nbytes,
     "all_gather_single": lambda size, _, part: (size - 1) * part.nbytes,
     "broadcast": lambda size, tensor, _: tensor.nbytes,
+    "barrier": lambda size, *_: 0.0,
 }
 """Bytes that a rank sends in a ring, from the collective's first two arguments."""
 
@@ -72,11 +77,11 @@ class Meter:
         self.calls.clear()
         self.bytes, self.waited = 0.0, 0.0
 
-    def call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        later = options.pop("async_op", False)
+    def call(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        later = arguments.pop("async_op", False)
         size = dist.get_world_size()
-        arguments = [*args, *options.values(), None]
-        bytes_sent = _SENT[name](size, arguments[0], arguments[1])
+        first, second = [*arguments.values(), None, None][:2]
+        bytes_sent = _SENT[name](size, first, second)
         self.calls.append(f"{name} later" if later else name)
         self.bytes += bytes_sent
         arrival = 0.0
@@ -84,7 +89,7 @@ class Meter:
             begin = max(time.perf_counter(), self.link_free)
             arrival = begin + 2 * (size - 1) * self.latency + bytes_sent / self.bandwidth
             self.link_free = arrival
-        handle = Handle(self, original(*args, **options, async_op=True), arguments, arrival)
+        handle = Handle(self, original(**arguments, async_op=True), arguments, arrival)
         return handle if later else handle.wait()
 
 
@@ -93,7 +98,7 @@ class Handle:
     profiler does not see what the backend's own thread frees.
     """
 
-    def __init__(self, meter: Meter, work: Any, arguments: list[Any], arrival: float) -> None:
+    def __init__(self, meter: Meter, work: Any, arguments: dict[str, Any], arrival: float) -> None:
         self.meter, self.work, self.arguments, self.arrival = meter, work, arguments, arrival
 
     def wait(self) -> None:
@@ -110,7 +115,8 @@ def metered(meter: Meter) -> Iterator[Meter]:
 
     def through(name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            return meter.call(name, originals[name], *args, **options)
+            arguments = inspect.signature(originals[name]).bind(*args, **options).arguments
+            return meter.call(name, originals[name], arguments)
 
         return call
 
@@ -140,8 +146,12 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def train(folder: str, stage: str, task_name: str, steps: int, meter: Meter) -> tuple[float, float]:
-    """On a rank: train, and return the seconds of the steps after the warm-up, and the last loss."""
+def train(
+    folder: str, stage: str, task_name: str, steps: int, meter: Meter
+) -> tuple[float, float, nn.Module]:
+    """On a rank: train, and return the seconds of the steps after the warm-up, the last loss, and
+    the model.
+    """
     sys.path.insert(0, str(HERE))
     trainer_class = getattr(import_module(f"{folder}.trainer"), STAGES[stage])
     task = TASKS[task_name]()
@@ -156,19 +166,20 @@ def train(folder: str, stage: str, task_name: str, steps: int, meter: Meter) -> 
         loss = loss_sum.item() / y.numel()
         loss_sum.backward()
         trainer.step(y.numel())
-    return time.perf_counter() - began, loss
+    return time.perf_counter() - began, loss, trainer.model
 
 
-def measured(folder: str, stage: str, task_name: str) -> dict[str, float]:
-    """On a rank: the means of a step over the simulated link."""
+def measured(folder: str, stage: str, task_name: str) -> dict[str, Any]:
+    """On a rank: the means of a step over the simulated link, and the weights at the end."""
     with lockstep.init(), metered(Meter(BANDWIDTH, LATENCY)) as meter:
-        seconds, loss = train(folder, stage, task_name, WARM_UP + STEPS, meter)
+        seconds, loss, model = train(folder, stage, task_name, WARM_UP + STEPS, meter)
     return {
         "messages": len(meter.calls) / STEPS,
         "MB sent": meter.bytes / STEPS / 1e6,
         "exposed ms": 1e3 * meter.waited / STEPS,
         "step ms": 1e3 * seconds / STEPS,
         "loss": loss,
+        "weights": nn.utils.parameters_to_vector(model.parameters()).detach(),
     }
 
 
@@ -192,8 +203,15 @@ def peak_memory(run: Callable[[], Any]) -> float:
 
 def row(folder: str, stage: str, task_name: str) -> dict[str, float]:
     """Measure a stage on two ranks. Rank 0 is shown."""
-    found: dict[str, float] = lockstep.launch(measured, 2, (folder, stage, task_name))[0]
-    return {**found, "peak MB": lockstep.launch(measured_memory, 2, (folder, stage, task_name))[0]}
+    task = folder, stage, task_name
+    values, other = on_ranks(measured, 2, *task, open_world=False, patience=PATIENCE)
+    weights = values.pop("weights"), other.pop("weights")
+    check(
+        stage == "local_steps" or torch.equal(*weights),
+        "After the training the weights of the two ranks differ.",
+    )
+    peaks = on_ranks(measured_memory, 2, *task, open_world=False, patience=PATIENCE)
+    return {**values, "peak MB": peaks[0]}
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -219,7 +237,12 @@ def main() -> None:
     folder = "solutions" if options.solutions else "exercises"
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says that it starts and ends
     for stage in options.stages:
-        rows[stage] = row(folder, stage, options.task)
+        try:
+            rows[stage] = row(folder, stage, options.task)
+        except NotImplementedError:
+            sys.exit(f"docs/course/{folder}/trainer.py, stage {stage}, is not solved yet.")
+        except Wrong as wrong:
+            sys.exit(f"{wrong}\nFind out more with pytest docs/course -k trainer_{stage}")
     file.write_text(json.dumps(tables, indent=2), encoding="utf-8")
     print(table(rows))
 

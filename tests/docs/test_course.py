@@ -130,6 +130,15 @@ def test_the_grader_tells_the_solution_from_the_exercise(
 
 WRONG: dict[str, tuple[str, dict[str, str], str]] = {
     "no zero_grad": ("lesson1", {"    model.zero_grad()\n": ""}, "gradient of an earlier step"),
+    "no zero_grad, and by the parts": (
+        "lesson1",
+        {
+            "    model.zero_grad()\n": "",
+            ', reduction="sum"': "",
+            "/ len(inputs)": "/ -(-len(inputs) // micro_batch)",
+        },
+        "gradient of an earlier step",
+    ),
     "its own address": (
         "lesson2",
         {"init_method=init_method,": 'init_method=f"{init_method}-own",'},
@@ -277,7 +286,12 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
     "trainer: no broadcast": (
         "trainer_naive",
         {"dist.broadcast(tensor, src=0)": "pass"},
-        "the first weights broadcast",
+        "Are all of them broadcast",
+    ),
+    "trainer: no buffers": (
+        "trainer_naive",
+        {"self.model.state_dict().values()": "[p.data for p in self.model.parameters()]"},
+        "weights or buffers of rank 1 differ",
     ),
     "trainer: no zeros": (
         "trainer_naive",
@@ -289,7 +303,7 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
             if parameter.grad is not None:
                 parameter.grad /= total""",
         },
-        "calls all_reduce of 24 numbers, and rank 1 calls all_reduce of 1 numbers",
+        "calls all_reduce of 18 numbers, and rank 1 calls all_reduce of 24 numbers",
     ),
     "trainer: no division": (
         "trainer_naive",
@@ -310,6 +324,16 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         "trainer_buckets",
         {"reversed(self.parameters)": "self.parameters"},
         "From the last parameter to the first",
+    ),
+    "trainer: full buckets only": (
+        "trainer_buckets",
+        {
+            "            room -= parameter.nbytes\n": """            room -= parameter.nbytes
+        if room > 0:
+            self.buckets.pop()
+"""
+        },
+        "the sizes of `buckets`",
     ),
     "trainer: waits in the hook": (
         "trainer_overlap",
@@ -344,12 +368,36 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         },
         "one would wait for the other",
     ),
+    "trainer: samples before what is left": (
+        "trainer_overlap",
+        {
+            "        self.sum_gradients()\n        total = ": "        total = ",
+            "        dist.all_reduce(total)\n": """        dist.all_reduce(total)
+        self.sum_gradients()
+""",
+        },
+        "in the same order",
+    ),
     "trainer: no momentum in the file": (
         "trainer_resumable",
         {
             '        self.optimizer.load_state_dict(state["optimizer"])\n\n    def save': "\n    def save"
         },
         "optimizer's state",
+    ),
+    "trainer: straight to its name": (
+        "trainer_resumable",
+        {'path.with_name(path.name + ".new")': "path"},
+        "gone or damaged",
+    ),
+    "trainer: one rank gathers": (
+        "trainer_sharded",
+        {
+            '        state = {"step": step, **self.state()}\n': "",
+            "            new = path.with": """            state = {"step": step, **self.state()}
+            new = path.with""",
+        },
+        "Rank 0 calls all_gather of .* numbers, and rank 1 calls barrier",
     ),
     "trainer: a file too many": (
         "trainer_resumable",
@@ -424,6 +472,27 @@ def test_the_measured_tables_of_the_trainer(tmp_path: Path) -> None:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         assert counts(found.stdout) == counts(printed)
         assert len(found.stdout.splitlines()[1].split()) == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, "docs/course/exercises/trainer.py, stage naive, is not solved yet."),
+        ({"dist.all_reduce(parameter.grad)": "pass"}, "the weights of the two ranks differ"),
+    ],
+    ids=["not solved", "wrong"],
+)
+def test_what_cannot_be_measured(tmp_path: Path, change: dict[str, str], sentence: str) -> None:
+    copied = shutil.copytree(COURSE, tmp_path / "course", ignore=shutil.ignore_patterns("*.json"))
+    for right, wrong in change.items():
+        solution = (COURSE / "solutions" / "trainer.py").read_text()
+        assert solution.count(right) == 1
+        (copied / "exercises" / "trainer.py").write_text(solution.replace(right, wrong))
+    command = [sys.executable, str(copied / "measure.py"), "naive", "--task", "digits"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert sentence in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 BUGS = {

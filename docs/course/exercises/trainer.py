@@ -79,7 +79,8 @@ class Overlap(Buckets):
 
     There is one backward pass a step. Buckets are sent in their order, the same on all ranks: one
     that is complete waits for those before it. What is not complete when the backward pass ends is
-    sent in `sum_gradients`.
+    sent in `sum_gradients`. `step` sends nothing before that: each rank may have sent another number
+    of buckets.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class Resumable(Overlap):
 class Sharded(Resumable):
     """Stage 5, lesson 9: each rank updates 1/N of each bucket, and has the optimizer's state of it.
 
-    The gradients of a bucket are reduce-scattered when the last one arrives, and the updated weights
-    are all-gathered after the step. A bucket is padded with zeros to a multiple of N. `updated`
+    The gradients of a bucket are reduce-scattered (`dist.reduce_scatter`) when the last one arrives,
+    and the updated weights are all-gathered after the step. A bucket is padded with zeros to a multiple of N. `updated`
     holds this rank's part of each bucket, as an nn.Parameter. A checkpoint holds the whole state.
     Change what is sent, what is updated, and what is saved; leave the rest to the stages before.
     """

@@ -86,8 +86,8 @@ def check_samples(case: str, count: int, found: Reports) -> None:
         )
         check(
             len({len(part) for part in parts}) == 1,
-            f"{case} the ranks visit {[len(part) for part in parts]} samples in epoch {epoch}. They "
-            "would take unequal numbers of steps.",
+            f"{case} the ranks visit {[len(part) for part in parts]} samples in epoch {epoch}. Repeat "
+            "samples until all ranks have equally many (lesson 4).",
         )
     check(
         count == 25 or epochs[0][0] != epochs[0][1],

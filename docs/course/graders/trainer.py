@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import tempfile
@@ -9,11 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
 import torch
-from grading import PATIENCE, check, check_alike, close, on_ranks
+from grading import PATIENCE, Wrong, check, check_alike, close, on_ranks
 from measure import STAGES, Meter, metered
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,21 +28,29 @@ from lockstep.tasks.text import GPT
 
 SAMPLES, BATCH, STEPS = 25, 12, 3
 """The last step has one sample, so some ranks have none."""
-BUCKET_BYTES, EVERY = 100, 2
+BUCKET_BYTES, EVERY = 56, 2
 
 
 class Net(nn.Module):
-    """Two heads, each for one kind of samples. Nobody uses the third."""
+    """Two heads, each for one kind of samples. Nobody uses the first one.
+
+    The other two fill the first two buckets, which have different sizes. So some ranks send one in
+    the backward pass, and others do not. The last bucket, of one number, is never full.
+    """
+
+    shift: Tensor
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        self.scale = nn.Parameter(torch.ones(1))
         self.body = nn.Linear(4, 6)
-        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+        self.register_buffer("shift", torch.randn(6))
+        self.heads = nn.ModuleList(nn.Linear(6, outputs) for outputs in (2, 3, 4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum of the losses."""
-        hidden, losses = self.body(x).tanh(), torch.zeros(())
+        hidden, losses = (self.body(self.scale * x) + self.shift).tanh(), torch.zeros(())
         for number, head in enumerate(self.heads):
             chosen = x[:, 0] == number
             if chosen.any():
@@ -57,25 +67,26 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def parts_of_step(step: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    """The samples of each rank. The first half of a step uses head 0, and the second head 1."""
+    """The samples of each rank. The first half of a step uses head 1, and the second head 2."""
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
     y = (x.sum(1) > 0).long()
-    x[:, 0] = torch.arange(SAMPLES) % BATCH // (BATCH // 2)
+    x[:, 0] = 1 + torch.arange(SAMPLES) % BATCH // (BATCH // 2)
     rows = slice(step * BATCH, (step + 1) * BATCH)
     return list(zip(x[rows].tensor_split(size), y[rows].tensor_split(size), strict=True))
 
 
 def flat(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    """A copy of its weights and buffers."""
+    return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
 class Compared(Meter):
     """Raises Wrong on all ranks where they call different collectives."""
 
-    def call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        tensors = [each for each in (*args, *options.values()) if torch.is_tensor(each)]
-        check_alike(f"calls {name} of {tensors[0].numel()} numbers")
-        return super().call(name, original, *args, **options)
+    def call(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        tensors = [value for value in arguments.values() if torch.is_tensor(value)]
+        check_alike(f"calls {name} of {tensors[0].numel()} numbers" if tensors else f"calls {name}")
+        return super().call(name, original, arguments)
 
 
 @dataclass
@@ -128,6 +139,13 @@ def trained(world: World, trainer_class: Any, options: dict[str, int]) -> Traine
     with metered(Compared()) as meter:
         model = Net(seed=world.rank)
         trainer = trainer_class(model, sgd, **options)
+        buckets = [sum(p.numel() for p in each) for each in getattr(trainer, "buckets", [])]
+        right = expected_buckets() if "bucket_bytes" in options else []
+        check(
+            buckets == right,
+            f"With bucket_bytes={BUCKET_BYTES} the sizes of `buckets` are {buckets} numbers. From the "
+            f"last parameter to the first they are {right}.",
+        )
         meter.clear()
         for step in range(STEPS):
             x, y = parts_of_step(step, world.size)[world.rank]
@@ -137,7 +155,6 @@ def trained(world: World, trainer_class: Any, options: dict[str, int]) -> Traine
         check_alike("has taken its steps")
     states = trainer.optimizer.state.values()
     numbers = [value.numel() for state in states for value in state.values() if value.dim()]
-    buckets = [sum(p.numel() for p in each) for each in getattr(trainer, "buckets", [])]
     return Trained(flat(model), meter.calls, meter.bytes, buckets, sum(numbers))
 
 
@@ -163,8 +180,9 @@ def check_weights(case: str, ranks: list[Trained]) -> None:
     for rank, result in enumerate(ranks):
         check(
             torch.equal(result.weights, ranks[0].weights),
-            f"{case} the weights of rank {rank} differ from those of rank 0. Are the first weights "
-            "broadcast? Does step() wait for all sums, and does a rank without a gradient add zeros?",
+            f"{case} the weights or buffers of rank {rank} differ from those of rank 0. Are all of "
+            "them broadcast, and the numbers of samples summed? Does step() wait for all sums, and "
+            "does a rank without a gradient add zeros?",
         )
     right = close(ranks[0].weights, one_process(size, lambda counts: [sum(counts)] * size))
     wrongs: dict[str, Callable[[list[int]], list[float]]] = {
@@ -181,7 +199,11 @@ def check_weights(case: str, ranks: list[Trained]) -> None:
     }
     for sentence, scale in wrongs.items():
         check(right or not close(ranks[0].weights, one_process(size, scale)), f"{case}: {sentence}")
-    check(right, f"{case} the weights are not those of one process with all samples of each step.")
+    check(
+        right,
+        f"{case} the weights are not those of one process with all samples of each step. Does "
+        "each step begin anew, without gradients or counts of the step before?",
+    )
 
 
 def check_number(case: str, result: Trained, number: int, things: str) -> None:
@@ -204,14 +226,8 @@ def expected_buckets() -> list[int]:
 
 
 def check_buckets(case: str, ranks: list[Trained], steps: int) -> None:
-    right = expected_buckets()
-    check(
-        ranks[0].buckets == right,
-        f"{case} with bucket_bytes={BUCKET_BYTES} the sizes of `buckets` are {ranks[0].buckets} "
-        f"numbers. From the last parameter to the first they are {right}.",
-    )
     if not any("gather" in call for call in ranks[0].calls):
-        check_number(case, ranks[0], len(right), "each bucket")
+        check_number(case, ranks[0], len(ranks[0].buckets), "each bucket")
 
 
 def sent_in_backward(world: World, trainer_class: Any) -> tuple[int, list[str]]:
@@ -264,24 +280,57 @@ def steps_with_checkpoints(
     world: World, trainer_class: Any, path: str, die_after: int
 ) -> tuple[int, Tensor, list[str]]:
     """On a rank: continue from the checkpoint if there is one, and save after each step."""
-    model = Net(seed=world.rank + 5)
-    trainer = trainer_class(model, sgd, bucket_bytes=BUCKET_BYTES)
-    began = trainer.load(Path(path))
-    for step in range(began, STEPS):
-        x, y = parts_of_step(step, world.size)[world.rank]
-        if len(y):
-            model(x, y).backward()
-        trainer.step(len(y))
-        if step + 1 == die_after and world.rank == world.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        trainer.save(Path(path), step + 1)
-    return began, flat(model), sorted(os.listdir(Path(path).parent))
+    with metered(Compared()):
+        model = Net(seed=world.rank + 5)
+        trainer = trainer_class(model, sgd, bucket_bytes=BUCKET_BYTES)
+        began = trainer.load(Path(path))
+        for step in range(began, STEPS):
+            x, y = parts_of_step(step, world.size)[world.rank]
+            if len(y):
+                model(x, y).backward()
+            trainer.step(len(y))
+            if step + 1 == die_after:
+                torch.save = dies_in_save
+            trainer.save(Path(path), step + 1)
+        names = sorted(os.listdir(Path(path).parent))
+        check_alike("has saved its last step")
+    return began, flat(model), names
+
+
+_save = torch.save
+
+
+def dies_in_save(state: Any, file: Any, **options: Any) -> None:
+    """torch.save in a process that is killed when half of the file is written."""
+    buffer = io.BytesIO()
+    _save(state, buffer, **options)
+    half = buffer.getvalue()[: len(buffer.getvalue()) // 2]
+    if hasattr(file, "write"):
+        file.write(half)
+        file.flush()
+    else:
+        Path(file).write_bytes(half)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError):
+        return False
+    return True
 
 
 def check_kill(trainer: Any) -> None:
-    """Kill a rank after step 2, before its checkpoint. Then 2 and 3 ranks continue."""
-    with tempfile.TemporaryDirectory() as whole:
-        alone = on_ranks(steps_with_checkpoints, 2, trainer, f"{whole}/trainer.pt", 0)
+    """Kill the rank that writes the checkpoint of step 2. Then 2 and 3 ranks continue."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = on_ranks(steps_with_checkpoints, 2, trainer, f"{folder}/trainer.pt", 0)
+    for _, _, names in alone:
+        check(
+            names == ["trainer.pt"],
+            f"After save() the folder of the checkpoint holds {', '.join(names)}. It holds trainer.pt "
+            "alone, and every rank waits for that.",
+        )
     for size in (2, 3):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trainer.pt")
@@ -289,24 +338,25 @@ def check_kill(trainer: Any) -> None:
                 lockstep.launch(killed, 2, (trainer, str(path)), timeout=PATIENCE)
             except WorkerFailed as failed:
                 if failed.traceback:
-                    raise
-            check(path.exists(), "save() did not write its file.")
-            ranks = on_ranks(steps_with_checkpoints, size, trainer, str(path), 0)
-        for rank, (began, weights, names) in enumerate(ranks):
+                    raise Wrong(f"Your function failed on a rank:\n{failed}") from None
             check(
-                began in (1, 2),
-                f"Rank 1 was killed in the save after step 2. Then load() returns {began} on rank "
-                f"{rank}. It is 1, or 2 if rank 0 had written its file.",
+                is_whole(path),
+                "A rank was killed in the middle of its second save(), and the first checkpoint is gone "
+                "or damaged. Write to another name, and rename the file when it is whole.",
+            )
+            ranks = on_ranks(steps_with_checkpoints, size, trainer, str(path), 0)
+        for rank, (began, weights, _) in enumerate(ranks):
+            check(
+                began == 1,
+                f"A rank was killed in the middle of the save after step 2. Then load() returns {began} "
+                f"on rank {rank}, and not 1.",
             )
             right = torch.equal if size == 2 else close
             check(
                 right(weights, alone[rank % 2][1]),
                 f"A rank was killed, {size} ranks continued, and the weights of rank {rank} are not "
                 "those of a training that nobody killed. Are the optimizer's state and the weights "
-                "whole in the checkpoint, and are all of them loaded?",
-            )
-            check(
-                names == ["trainer.pt"], f"The folder of the checkpoint holds {', '.join(names)}."
+                "whole in the checkpoint, and are all of them loaded, on every rank?",
             )
 
 
@@ -398,7 +448,8 @@ def local_copies(size: int) -> Sequence[Tensor]:
                 (model(x, y) / len(y)).backward()
                 optimizer.step()
         if (step + 1) % EVERY == 0:
-            mean = torch.stack([flat(model) for model in models]).mean(0)
+            vectors = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
+            mean = torch.stack(vectors).mean(0).detach()
             for model in models:
                 nn.utils.vector_to_parameters(mean.clone(), model.parameters())
     return [flat(model) for model in models]
