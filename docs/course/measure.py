@@ -233,8 +233,8 @@ def main() -> None:
     options = parser.parse_args()
     file = HERE / "measured.json"
     tables = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    rows = tables.setdefault(options.task, {})
     folder = "solutions" if options.solutions else "exercises"
+    rows = tables.setdefault(f"{folder}, {options.task}", {})
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says that it starts and ends
     for stage in options.stages:
         try:

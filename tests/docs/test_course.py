@@ -229,6 +229,13 @@ WRONG: dict[str, tuple[str, dict[str, str], str]] = {
         "The slowest rank counts",
     ),
     "samples of rank 0": ("lesson7", {"    dist.all_reduce(samples)\n": ""}, "of rank 0 alone"),
+    "step after the group": (
+        "lesson7",
+        {
+            "return timed(build(), warm_up, steps)": "step = build(); return timed(step, warm_up, steps)"
+        },
+        "still holds the step",
+    ),
     "a point too few": (
         "lesson7",
         {"parts.append(f'<circle": "workers == base or parts.append(f'<circle"},

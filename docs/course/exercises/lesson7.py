@@ -83,10 +83,11 @@ def measure(
 ) -> dict[int, float]:
     """Return samples per second by number of workers, measured on this machine.
 
-    For each number start the ranks with `lockstep.launch`. On each rank open a group with the gloo
-    backend, call `build()` once, and call the step that it returns `warm_up` times. Then start all
-    ranks together and measure `steps` steps with `time.perf_counter()`. The rate is the samples of
-    all ranks in the time of the slowest one.
+    For each number start the ranks with `lockstep.launch`, which takes a function from the top of a
+    file. On each rank open a group with the gloo backend, call `build()` once, and call the step that
+    it returns `warm_up` times. Then start all ranks together and measure `steps` steps with
+    `time.perf_counter()`. The rate is the samples of all ranks in the time of the slowest one. Free
+    the step, which holds a DDP model, before you leave the group (lesson 5).
 
     Args:
         build: returns a function that makes one step, and returns how many samples this rank had.

@@ -4,8 +4,10 @@ scaling is measured on ranks whose clock runs by the steps, so that the rate is 
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -127,6 +129,12 @@ def check_step(lesson: ModuleType) -> None:
     check(close(found, 3.0), f"Without buckets a step takes 3.0 seconds, and you returned {found}.")
 
 
+HELD = (
+    "You leave the group, and a variable still holds the step with its DDP model. A model that is freed "
+    "after its group can hang (lesson 5). Measure in a function of its own, or del the step first."
+)
+
+
 def build() -> Callable[[], int]:
     """A step of which the seconds are known: many in the warm-up, then as many as the rank's number
     and one.
@@ -141,6 +149,15 @@ def build() -> Callable[[], int]:
         now += rank + 1 if steps > WARM_UP else FIRST
         return 8 + rank
 
+    held, leave_group = weakref.ref(step), dist.destroy_process_group
+
+    def leave() -> None:
+        in_an_exception = sys.exc_info()[0] is not None  # its frames hold the step
+        if held() is not None and not in_an_exception:
+            raise Wrong(HELD)
+        leave_group()
+
+    dist.destroy_process_group = leave
     return step
 
 
@@ -153,6 +170,7 @@ def check_measure(lesson: ModuleType) -> None:
         except LaunchTimeout as late:
             raise Wrong(f"{late.sentence}\nDoes every rank call the same collectives?") from None
         except WorkerFailed as failed:
+            check(HELD not in failed.traceback, HELD)
             raise Wrong(f"measure() failed on a rank:\n{failed}") from None
         check(
             isinstance(rates, dict) and [*rates] == numbers,
