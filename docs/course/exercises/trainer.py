@@ -117,9 +117,10 @@ class Sharded(Resumable):
     """Stage 5, lesson 9: each rank updates 1/N of each bucket, and has the optimizer's state of it.
 
     The gradients of a bucket are reduce-scattered (`dist.reduce_scatter`) when the last one arrives,
-    and the updated weights are all-gathered after the step. A bucket is padded with zeros to a multiple of N. `updated`
-    holds this rank's part of each bucket, as an nn.Parameter. A checkpoint holds the whole state.
-    Change what is sent, what is updated, and what is saved; leave the rest to the stages before.
+    and the updated weights are all-gathered after the step. A bucket is padded with zeros to a
+    multiple of N. `updated` holds this rank's part of each bucket, as an nn.Parameter. A checkpoint
+    holds the whole state. Change what is sent, what is updated, and what is saved; leave the rest to
+    the stages before.
     """
 
     def __init__(
