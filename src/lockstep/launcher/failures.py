@@ -20,7 +20,7 @@ from lockstep.runtime.streams import plain, spans
 _MOST_NAMED = 8
 _OF_SPAWN = ("ProcessRaisedException", "ProcessExitedException")
 _SPAWNS = (
-    " The program starts processes of its own with torch.multiprocessing.spawn, on every rank. If"
+    ". The program starts processes of its own with torch.multiprocessing.spawn, on every rank. If"
     " they are its ranks, start it with python, without a launcher."
 )
 
@@ -99,8 +99,9 @@ def summary(failure: Failure) -> str:
         hint = "; the system does this when memory runs out" if killed else ""
         return f"{rank} was killed by {text}{doing}{hint}"
     if failure.kind != "exit":
-        hint = _SPAWNS if text.startswith(_OF_SPAWN) else ""
-        return f"{rank} failed{doing}: {text}{hint}"
+        if text.startswith(_OF_SPAWN):
+            text = text.rstrip(".") + _SPAWNS
+        return f"{rank} failed{doing}: {text}"
     doing += _in_brackets(failure.user_line)
     if failure.traceback:  # sys.exit has interrupted Lockstep's own work
         return f"{rank} was ended by {text}{doing}: the other ranks cannot continue without it"
