@@ -21,9 +21,6 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert Settings.read(tmp_path) == settings
     assert json.loads((tmp_path / "settings.json").read_text())["overrides"] == {"lr": "0.1"}
     assert Settings(task="digits").bucket_mb * 2**20 == BUCKET  # the reducers'
-    # one host of several has no shares of its own
-    balanced = Settings(task="digits", workers=4, balance="2,1,1,1")
-    assert balanced.on_one_host(2).balance is None
 
 
 @pytest.mark.parametrize(

@@ -196,12 +196,6 @@ class Settings(Config):
         """Build Settings from the user's options and the launcher's own: task, workers, ..."""
         return cls(**knob.values_of(config, Config), **own)
 
-    def on_one_host(self, workers: int) -> Settings:
-        """Return a copy for `workers` ranks of one host, without mesh and balance, because these
-        are for the ranks of all hosts.
-        """
-        return replace(self, workers=workers, mesh=None, balance=None, schedule=SCHEDULE)
-
     def differences(self, before: Settings) -> list[str]:
         """Describe each setting that decides the trained weights and differs from `before`."""
         names = ["task", "overrides", "epochs", "steps", "skip", "precision", "compile", "exact"]
