@@ -6,7 +6,8 @@ that holds the student's functions, and raises `Wrong` with a sentence that says
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -65,10 +66,17 @@ def on_ranks(
         fn: a function at the top of a file, as pickle needs it.
         open_world: False runs `fn(*args)` on processes that have not joined each other.
     """
-    try:
+    with failures_as_wrong():
         if open_world:
             return run_ranks(fn, workers, args, timeout=patience)
         return launch(fn, workers, args, timeout=patience)
+
+
+@contextmanager
+def failures_as_wrong() -> Iterator[None]:
+    """Where ranks fail or are late, raise Wrong with what a student can do about it."""
+    try:
+        yield
     except LaunchTimeout as late:
         raise Wrong(
             f"{late.sentence}\nDoes every rank call the same collectives in the same order?"
@@ -97,6 +105,29 @@ def check_alike(action: str) -> None:
 
 
 _gather = dist.all_gather_object
+
+
+def check_call(name: str, arguments: Iterable[Any]) -> None:
+    """`check_alike` for a collective that is about to be called with these arguments."""
+    tensors = [value for value in arguments if torch.is_tensor(value)]
+    check_alike(f"calls {name} of {tensors[0].numel()} numbers" if tensors else f"calls {name}")
+
+
+@contextmanager
+def replaced(
+    names: Iterable[str], replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace these functions of torch.distributed, if this torch has them, by
+    `replacement(function)`.
+    """
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    try:
+        for name, original in originals.items():
+            setattr(dist, name, replacement(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 def close(found: object, expected: object, tolerance: float = 1e-5) -> bool:

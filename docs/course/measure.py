@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from grading import Wrong, check, on_ranks
+from grading import Wrong, check, on_ranks, replaced
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -46,14 +46,23 @@ WARM_UP, STEPS = 2, 16
 BANDWIDTH, LATENCY = 125e6, 50e-6  # of the simulated link: 1 Gbit/s in bytes per second; seconds
 PATIENCE = timedelta(minutes=3)
 
+
+def _reduce_scatter(size: int, part: Tensor, _: Any) -> float:
+    return (size - 1) * part.nbytes
+
+
+def _all_gather(size: int, _: Any, part: Tensor) -> float:
+    return (size - 1) * part.nbytes
+
+
 _SENT: dict[str, Callable[[int, Any, Any], float]] = {
     "all_reduce": lambda size, tensor, _: 2 * (size - 1) / size * tensor.nbytes,
-    "reduce_scatter": lambda size, part, _: (size - 1) * part.nbytes,
-    "reduce_scatter_tensor": lambda size, part, _: (size - 1) * part.nbytes,
-    "reduce_scatter_single": lambda size, part, _: (size - 1) * part.nbytes,
-    "all_gather": lambda size, _, part: (size - 1) * part.nbytes,
-    "all_gather_into_tensor": lambda size, _, part: (size - 1) * part.nbytes,
-    "all_gather_single": lambda size, _, part: (size - 1) * part.nbytes,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_single": _all_gather,
     "broadcast": lambda size, tensor, _: tensor.nbytes,
     "barrier": lambda size, *_: 0.0,
 }
@@ -77,7 +86,8 @@ class Meter:
         self.calls.clear()
         self.bytes, self.waited = 0.0, 0.0
 
-    def call(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def call(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        name = original.__name__
         later = arguments.pop("async_op", False)
         size = dist.get_world_size()
         first, second = [*arguments.values(), None, None][:2]
@@ -111,22 +121,16 @@ class Handle:
 @contextmanager
 def metered(meter: Meter) -> Iterator[Meter]:
     """All collectives of torch.distributed pass through `meter`."""
-    originals = {name: getattr(dist, name) for name in _SENT if hasattr(dist, name)}
 
-    def through(name: str) -> Callable[..., Any]:
+    def through(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            arguments = inspect.signature(originals[name]).bind(*args, **options).arguments
-            return meter.call(name, originals[name], arguments)
+            arguments = inspect.signature(original).bind(*args, **options).arguments
+            return meter.call(original, arguments)
 
         return call
 
-    try:
-        for name in originals:
-            setattr(dist, name, through(name))
+    with replaced(_SENT, through):
         yield meter
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def summed_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

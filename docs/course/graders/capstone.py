@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from grading import check, check_alike, close, on_ranks
+from grading import check, check_alike, check_call, close, on_ranks, replaced
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -123,27 +123,21 @@ def compared_collectives() -> Iterator[None]:
 
     def compared(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            tensors = [each for each in (*arguments, *keywords.values()) if torch.is_tensor(each)]
-            numbers = f" of {tensors[0].numel()} numbers" if tensors else ""
-            check_alike(f"calls {original.__name__}{numbers}")
+            check_call(original.__name__, [*arguments, *keywords.values()])
             return original(*arguments, **keywords)
 
         return call
 
-    def leave(*arguments: Any) -> None:
-        if sys.exc_info()[0] is None:
-            check_alike("leaves the group")
-        originals["destroy_process_group"](*arguments)
+    def together(destroy_process_group: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(*arguments: Any) -> None:
+            if sys.exc_info()[0] is None:
+                check_alike("leaves the group")
+            destroy_process_group(*arguments)
 
-    originals = {name: getattr(dist, name) for name in (*COLLECTIVES, "destroy_process_group")}
-    try:
-        for name in COLLECTIVES:
-            setattr(dist, name, compared(originals[name]))
-        dist.destroy_process_group = leave
+        return leave
+
+    with replaced(COLLECTIVES, compared), replaced(["destroy_process_group"], together):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def one_process(

@@ -6,8 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from grading import check, close, on_ranks
+from grading import check, close, on_ranks, replaced
 from torch import Tensor
 
 import lockstep
@@ -91,11 +90,5 @@ def on_a_rank(world: lockstep.World, solve: Any) -> tuple[Any, int]:
 
         return call
 
-    originals = {name: getattr(dist, name) for name in names}
-    try:
-        for name, original in originals.items():
-            setattr(dist, name, counted(original))
+    with replaced(names, counted):
         return solve(inputs, first[:, mine].contiguous(), second[mine].contiguous()), sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

@@ -9,7 +9,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,14 +16,12 @@ from unittest import mock
 from xml.etree import ElementTree
 
 import torch.distributed as dist
-from grading import Wrong, check, close
+from grading import PATIENCE, Wrong, check, close, failures_as_wrong
 
 import lockstep
-from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.schedules.algorithms.ring_tree_halving import ring
 from lockstep.schedules.network import Network
 
-PATIENCE = timedelta(seconds=30)
 WARM_UP, STEPS = 3, 5
 FIRST = 100.0  # seconds of a step of the warm-up, on the ranks' clock
 
@@ -164,14 +161,8 @@ def build() -> Callable[[], int]:
 def check_measure(lesson: ModuleType) -> None:
     for numbers in ([1, 2, 4], [3]):
         patient = partial(lockstep.launch, timeout=PATIENCE)
-        try:
-            with mock.patch.object(lockstep, "launch", patient):
-                rates = lesson.measure(build, numbers, WARM_UP, STEPS)
-        except LaunchTimeout as late:
-            raise Wrong(f"{late.sentence}\nDoes every rank call the same collectives?") from None
-        except WorkerFailed as failed:
-            check(HELD not in failed.traceback, HELD)
-            raise Wrong(f"measure() failed on a rank:\n{failed}") from None
+        with failures_as_wrong(), mock.patch.object(lockstep, "launch", patient):
+            rates = lesson.measure(build, numbers, WARM_UP, STEPS)
         check(
             isinstance(rates, dict) and [*rates] == numbers,
             f"measure(build, {numbers}) must return a dict with these keys.",

@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,7 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from grading import PATIENCE, Wrong, check, check_alike, close, on_ranks
+from grading import (
+    PATIENCE,
+    check,
+    check_alike,
+    check_call,
+    close,
+    failures_as_wrong,
+    on_ranks,
+)
 from measure import STAGES, Meter, metered
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,10 +90,9 @@ def flat(model: nn.Module) -> Tensor:
 class Compared(Meter):
     """Raises Wrong on all ranks where they call different collectives."""
 
-    def call(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        tensors = [value for value in arguments.values() if torch.is_tensor(value)]
-        check_alike(f"calls {name} of {tensors[0].numel()} numbers" if tensors else f"calls {name}")
-        return super().call(name, original, arguments)
+    def call(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        check_call(original.__name__, arguments.values())
+        return super().call(original, arguments)
 
 
 @dataclass
@@ -115,7 +121,7 @@ def grade_stage(lesson: ModuleType, stage: str) -> None:
         else:
             check_weights(case, ranks)
             if stage != "naive":
-                check_buckets(case, ranks, STEPS)
+                check_buckets(case, ranks)
         if stage == "naive":
             check_number(case, ranks[0], len(list(Net(0).parameters())), "each parameter")
         if stage in ("overlap", "resumable"):
@@ -202,7 +208,7 @@ def check_weights(case: str, ranks: list[Trained]) -> None:
     check(
         right,
         f"{case} the weights are not those of one process with all samples of each step. Does "
-        "each step begin anew, without gradients or counts of the step before?",
+        "step() clear the gradients, and what it has counted?",
     )
 
 
@@ -225,7 +231,7 @@ def expected_buckets() -> list[int]:
     return [sum(each) for each in sizes]
 
 
-def check_buckets(case: str, ranks: list[Trained], steps: int) -> None:
+def check_buckets(case: str, ranks: list[Trained]) -> None:
     if not any("gather" in call for call in ranks[0].calls):
         check_number(case, ranks[0], len(ranks[0].buckets), "each bucket")
 
@@ -334,11 +340,12 @@ def check_kill(trainer: Any) -> None:
     for size in (2, 3):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trainer.pt")
-            try:
-                lockstep.launch(killed, 2, (trainer, str(path)), timeout=PATIENCE)
-            except WorkerFailed as failed:
-                if failed.traceback:
-                    raise Wrong(f"Your function failed on a rank:\n{failed}") from None
+            with failures_as_wrong():
+                try:
+                    lockstep.launch(killed, 2, (trainer, str(path)), timeout=PATIENCE)
+                except WorkerFailed as failed:
+                    if failed.traceback:  # not that of the rank that was killed on purpose
+                        raise
             check(
                 is_whole(path),
                 "A rank was killed in the middle of its second save(), and the first checkpoint is gone "
@@ -437,7 +444,7 @@ def check_local_steps(case: str, ranks: list[Trained]) -> None:
 
 
 def local_copies(size: int) -> Sequence[Tensor]:
-    models = [deepcopy(Net(seed=0)) for _ in range(size)]
+    models = [Net(seed=0) for _ in range(size)]
     optimizers = [sgd(model.parameters()) for model in models]
     for step in range(STEPS):
         for model, optimizer, (x, y) in zip(
