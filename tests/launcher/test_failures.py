@@ -96,7 +96,7 @@ def test_a_program_that_spawns_under_a_launcher_is_told_so() -> None:
     """Each of our ranks spawns all of the program's own, which then take one port."""
     text = "\n\n-- Process 1 terminated:\nValueError: of process 1\n"
     record = failure_record.of_exception(ProcessRaisedException(text, 1, 4711), 0)
-    assert "start it with python, without a launcher" in failures.summary(record)
+    assert "start it with python, without a launcher" in failures.advice([record], [])
 
 
 def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line() -> None:

@@ -18,8 +18,7 @@ from lockstep.errors import UsageError, catalog
 _WIDEST = 88  # columns
 _HEAD = """# Errors
 
-An error ends with its code: `error: --epochs 0: ... [wrong-value]`. `lockstep explain CODE` prints its entry.
-"""
+An error ends with its code: `error: --epochs 0: ... [wrong-value]`. `lockstep explain CODE` prints its entry."""
 
 
 def explain(
@@ -70,7 +69,7 @@ def _text(code: str, entry: Mapping[str, str], width: int) -> str:
 def page(entries: Mapping[str, Mapping[str, str]]) -> str:
     """Return all entries as Markdown."""
     sections = [_section(code, entries[code]) for code in sorted(entries)]
-    return "\n\n".join([_HEAD.rstrip(), *sections])
+    return "\n\n".join([_HEAD, *sections])
 
 
 def _section(code: str, entry: Mapping[str, str]) -> str:

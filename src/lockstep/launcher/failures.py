@@ -20,8 +20,8 @@ from lockstep.runtime.streams import plain, spans
 _MOST_NAMED = 8
 _OF_SPAWN = ("ProcessRaisedException", "ProcessExitedException")
 _SPAWNS = (
-    ". The program starts processes of its own with torch.multiprocessing.spawn, on every rank. If"
-    " they are its ranks, start it with python, without a launcher."
+    "The program starts processes of its own with torch.multiprocessing.spawn, on every rank. If they"
+    " are its ranks, start it with python, without a launcher."
 )
 
 
@@ -99,8 +99,6 @@ def summary(failure: Failure) -> str:
         hint = "; the system does this when memory runs out" if killed else ""
         return f"{rank} was killed by {text}{doing}{hint}"
     if failure.kind != "exit":
-        if text.startswith(_OF_SPAWN):
-            text = text.rstrip(".") + _SPAWNS
         return f"{rank} failed{doing}: {text}"
     doing += _in_brackets(failure.user_line)
     if failure.traceback:  # sys.exit has interrupted Lockstep's own work
@@ -134,6 +132,15 @@ def readable_stack(dump: str) -> str:
         if not of_launcher and "<frozen runpy>" not in line:
             lines.append(line)
     return "\n".join(lines)
+
+
+def advice(failures: Iterable[Failure], finished: Iterable[int]) -> str:
+    """Return the note for the user on the cause, "" if there is nothing to add."""
+    failures = list(failures)
+    cause = first(failures)
+    if cause is not None and cause.message.startswith(_OF_SPAWN):
+        return _SPAWNS
+    return finished_early(failures, finished)
 
 
 def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:

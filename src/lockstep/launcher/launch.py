@@ -232,5 +232,5 @@ def _error_of(failed: Sequence[Failure], finished: Iterable[int]) -> Exception:
     assert cause is not None
     if UsageError(cause.message).code == "launch-not-guarded":
         return UsageError(cause.message)
-    note = failures.finished_early(failed, finished)
+    note = failures.advice(failed, finished)
     return failures.worker_failed(replace(cause, note=note))

@@ -344,7 +344,7 @@ def _run_ranks(
             print_line(warning)
         return Outcome(ExitCode.OK)
     finished = [number for number, code in ended.codes.items() if code == 0]
-    note = failures.finished_early(failed, finished)
+    note = failures.advice(failed, finished)
     return Outcome(cause.code, watch.explained(replace(cause, note=note), ended.pids))
 
 
