@@ -131,11 +131,11 @@ def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:
         _record(ValueError("boom"), 1, 2),
     )
     assert (
-        failures.finished_early([complaint], [2])
+        failures.advice([complaint], [2])
         == "rank 2 had finished before that: do all ranks take the same number of steps?"
     )
-    assert not failures.finished_early([complaint, boom], [2])
-    assert not failures.finished_early([complaint], [])
+    assert not failures.advice([complaint, boom], [2])
+    assert not failures.advice([complaint], [])
 
 
 def test_many_ranks_are_named_as_ranges() -> None:

@@ -135,19 +135,12 @@ def readable_stack(dump: str) -> str:
 
 
 def advice(failures: Iterable[Failure], finished: Iterable[int]) -> str:
-    """Return the note for the user on the cause, "" if there is nothing to add."""
-    failures = list(failures)
+    """Return the note for the user on the cause: it is only a complaint, and some ranks that the
+    others missed had ended well before; or the program starts ranks of its own.
+    """
     cause = first(failures)
     if cause is not None and cause.message.startswith(_OF_SPAWN):
         return _SPAWNS
-    return finished_early(failures, finished)
-
-
-def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
-    """Return the note for a cause that is only a complaint, if some ranks had ended well before:
-    the other ranks missed them.
-    """
-    cause = first(failures)
     ranks = named(finished)
     if cause is None or cause.standing == "cause" or not ranks:
         return ""
